@@ -1,1 +1,1 @@
-"""The engine: batches, the run of a pipeline's schedule, and what makes a training step."""
+"""Batches, the run of a pipeline schedule, and the training step."""

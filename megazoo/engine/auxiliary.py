@@ -1,4 +1,4 @@
-"""The auxiliary losses of a run: the counts that they are means over, and their values."""
+"""The auxiliary losses of a run: their values, and the counts of their means."""
 
 from typing import Any
 
@@ -19,11 +19,11 @@ def declared_losses(model: nn.Module) -> set[str]:
 def losses_of(
     model: Any, names: set[str], batches: list[MicroBatch], labelled: torch.Tensor
 ) -> AuxiliaryLosses | None:
-    """Return where layers leave their auxiliary losses in a run over the global batch; None if
-    there are none. Every rank calls it.
+    """Return the object that collects the auxiliary losses of a run over the global batch, or None
+    if no layer declares any. Every rank calls it.
 
-    names: those that layers of any rank declare. labelled: of the global batch, 0-dimensional, on
-    the ranks of the last stage.
+    names: those that layers of any rank declare. labelled: number of labelled tokens of the global
+    batch, 0-dimensional, on the ranks of the last stage.
     """
     if not names:
         return None
@@ -36,7 +36,7 @@ def losses_of(
 
 
 def report(model: Any, losses: AuxiliaryLosses | None) -> None:
-    """Leave the means over the global batch with the model's engine. Every rank calls it."""
+    """Store the means over the global batch in the model's engine. Every rank calls it."""
     if losses:
         ctx = model.ctx
         cut_by_tp = [ctx.tp] if ctx.sequence_parallel else []
@@ -44,8 +44,9 @@ def report(model: Any, losses: AuxiliaryLosses | None) -> None:
 
 
 def losses_of_one(model: Any, batch: MicroBatch, labelled: torch.Tensor) -> AuxiliaryLosses | None:
-    """Return where the layers of a model without a pipeline leave their auxiliary losses in a batch
-    of one replica, whose loss a user differentiates; None if there are none, or under no_grad."""
+    """Return the object that collects the auxiliary losses of one batch of one replica, for a model
+    without a pipeline whose loss a user differentiates. None without such losses, or under no_grad.
+    """
     names = declared_losses(model)
     if not names or not torch.is_grad_enabled():
         return None

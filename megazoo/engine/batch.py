@@ -1,4 +1,4 @@
-"""What users give to a model, checked and cut into the micro-batches that its stages run."""
+"""Check the inputs of a model and split them into the micro-batches that its stages run."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -18,24 +18,26 @@ from megazoo.parallel.sequence import SequenceCut, padded_length
 
 @dataclass(frozen=True)
 class Batch:
-    """A replica's batch as users give it. Every tensor is int64 [batch, sequence], and may be None.
+    """The inputs of one replica. Every tensor is int64 [batch, sequence], and may be None.
 
-    input_ids: needed on the first stage.
-    labels: aligned with input_ids, to be shifted within each document; or targets: shifted already,
-    taken as given. Needed on the last stage. -100 carries no loss; a label on padding counts: put
-    -100 there. A classifier's labels are int64 [batch], or floats [batch(, labels)] for its other
-    problems; those of a loss of one's own have any shape that begins with the batch.
-    attention_mask: 1 for tokens, 0 for padding on either side.
-    position_ids: by default 0, 1, 2 ...; models with ALiBi, whose positions are distances, have no
-    use for them.
-    document_ids: tokens see those of the same number only, for packed documents.
-    sequence_length: the tokens of a sequence, where input_ids and targets are a context-parallel
-    rank's part of it alone, as `SequenceCut.own` returns it of a sequence that is padded on the
-    right to its `padded_length`. All other tensors, and by default these two, are of whole
-    sequences, the same on all ranks along cp.
+    A batch may have no rows: tensors [0, sequence]. The masks and positions of the first stage are
+    sent to all other stages, and the shape of the batch to stages without tensors.
 
-    A replica's batch may have no rows: tensors [0, sequence]. The first stage's masks and positions
-    go to all others, and the batch's shape to stages that are given no tensor.
+    Attributes:
+        input_ids: needed on the first stage.
+        labels: aligned with input_ids; they are shifted within each document. Needed on the last
+            stage, or targets. -100 has no loss. Labels on padding count: set them to -100. For a
+            classifier: int64 [batch], or floats [batch] or [batch, labels]. For a custom loss: any
+            shape that starts with the batch.
+        targets: already shifted, instead of labels.
+        attention_mask: 1 for tokens, 0 for padding on either side.
+        position_ids: default: 0, 1, 2, ... ALiBi models ignore them, because their positions are
+            distances.
+        document_ids: tokens attend only to tokens with the same number, for packed documents.
+        sequence_length: number of tokens of the full sequence, if input_ids and targets are only a
+            context-parallel rank's part, as `SequenceCut.own` returns it for a sequence that is
+            padded on the right to its `padded_length`. All other tensors are full sequences, the
+            same on all ranks along cp. By default these two are also full sequences.
     """
 
     input_ids: torch.Tensor | None = None
@@ -57,11 +59,15 @@ class Batch:
         seed: int,
         step: int,
     ) -> list[MicroBatch]:
-        """Check the batch, and cut it into `count` micro-batches on the device.
+        """Check the batch, and split it into `count` micro-batches on the device.
 
-        task: the model's, which knows its labels: see `megazoo.models.outputs`. longest: tokens of
-        the model's longest sequence. own_loss: the labels are for a loss of the user's own. seed,
-        step: of the dropout.
+        Args:
+            count: number of micro-batches.
+            ctx: parallel context.
+            task: task of the model, which interprets its labels: see `megazoo.models.outputs`.
+            longest: tokens of the longest sequence that the model supports.
+            own_loss: whether the labels are for a custom loss.
+            seed, step: from which the dropout seeds are derived.
         """
         check_number("num_microbatches", count, 1, whole=True)
         tokens = self._given()
@@ -69,7 +75,7 @@ class Batch:
             raise UserError("the first stage needs input_ids")
         if self.sequence_length is not None:
             tokens |= _whole_of_parts(tokens, self.sequence_length, ctx, task)
-        # Labels that are not of tokens have a shape of their own.
+        # Labels that are not per token have another shape.
         labels = None if task.labels_are_of_tokens and not own_loss else tokens.pop("labels", None)
         shape, shared = _agree_on_shape(tokens, ctx)
         labels = tokens.pop("labels", labels)
@@ -78,11 +84,13 @@ class Batch:
         targets = task.targets(tokens.pop("targets", None), labels, shape, own_loss)
         scored = task.scored_positions(tokens.get("input_ids") if ctx.pp_rank == 0 else None, shape)
         if labels is not None and len(labels) != shape[0]:
-            raise UserError(f"labels are of shape {list(labels.shape)}, in a batch of {shape[0]}")
+            raise UserError(
+                f"labels have the shape {list(labels.shape)}; the batch has {shape[0]} rows"
+            )
 
         mask, documents = tokens.pop("attention_mask", None), tokens.pop("document_ids", None)
         columns = {**tokens, "segments": _segments(mask, documents)}
-        rows: dict[str, torch.Tensor | None] = {"scored": scored}  # what is not of tokens
+        rows: dict[str, torch.Tensor | None] = {"scored": scored}  # tensors that are not per token
         if own_loss:
             rows["labels"] = targets if labels is None else labels
         if task.labels_are_of_tokens:
@@ -105,11 +113,11 @@ class Batch:
             tensors["targets"] = _within_documents(tensors["targets"], tensors["segments"])
         replica = ctx.token_axis.rank
         seeds = [derive_seed(seed, "dropout", step, index, replica) for index in range(count)]
-        of_tokens = {"position_ids", *columns} - {"segments"}  # attention looks at all segments
+        of_tokens = {"position_ids", *columns} - {"segments"}  # attention needs all segments
         return _cut(tensors, padded_shape, of_tokens, ctx, length=shape[1], dropout_seeds=seeds)
 
     def _given(self) -> dict[str, torch.Tensor]:
-        """Return the tensors that are there, ids as int64."""
+        """Return the given tensors, with ids as int64."""
         given = {f.name: getattr(self, f.name) for f in fields(self)}
         del given["sequence_length"]
         is_mask(given["attention_mask"])
@@ -121,15 +129,16 @@ class Batch:
 
 
 def is_tensor(name: str, tensor: Any) -> bool:
-    """Return whether there is a tensor, or None; UserError for anything else."""
+    """Return whether there is a tensor; False for None, UserError for anything else."""
     if tensor is not None and not isinstance(tensor, torch.Tensor):
-        raise UserError(f"{name} must be a tensor, not {type(tensor).__name__}: torch.tensor(...)")
+        raise UserError(
+            f"{name} must be a tensor, not {type(tensor).__name__}: use torch.tensor(...)"
+        )
     return tensor is not None
 
 
 def ids_of(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return numbers of tokens, positions or documents as int64; UserError if they are not whole
-    numbers."""
+    """Return ids of tokens, positions or documents as int64; UserError if they are not integers."""
     is_tensor(name, tensor)
     if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex():
         kind = str(tensor.dtype).removeprefix("torch.")
@@ -138,9 +147,8 @@ def ids_of(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_mask(tensor: Any) -> bool:
-    """Return whether there is an attention mask, or None; UserError for one that is added to
-    scores, in which 0 stands for a token. On CUDA the host waits for the values of one of floating
-    point, and for no other."""
+    """Return whether there is an attention mask; UserError for an additive mask, in which 0 means a
+    token. On CUDA the host waits only for the values of a floating-point mask."""
     given = is_tensor("attention_mask", tensor)
     if given and tensor.is_floating_point():
         tokens = tensor == 1
@@ -155,8 +163,8 @@ def is_mask(tensor: Any) -> bool:
 def check_range(
     what: str, tensor: torch.Tensor | None, end: int, where: str, besides: int | None = None
 ) -> None:
-    """Refuse numbers outside 0 <= n < end, but for `besides`; on CUDA the check would wait for the
-    device, and is left out."""
+    """Raise UserError for numbers outside 0 <= n < end, except `besides`. It is skipped on CUDA,
+    where it would wait for the device."""
     if tensor is None or tensor.is_cuda or not tensor.numel():
         return
     tensor = tensor if besides is None else tensor.masked_fill(tensor == besides, 0)
@@ -168,8 +176,8 @@ def check_range(
 def _whole_of_parts(
     tokens: dict[str, torch.Tensor], length: int, ctx: ParallelContext, task: Any
 ) -> dict[str, torch.Tensor]:
-    """Return input_ids and targets as whole sequences of this length, that have this rank's part
-    where it belongs, and nothing elsewhere."""
+    """Return input_ids and targets as full sequences of this length, with this rank's part in its
+    place, and 0 or IGNORE_INDEX elsewhere."""
     check_number("sequence_length", length, 1, whole=True)
     if not task.labels_are_of_tokens or "labels" in tokens:
         raise UserError(
@@ -196,8 +204,8 @@ def _whole_of_parts(
 def _agree_on_shape(
     tokens: dict[str, torch.Tensor], ctx: ParallelContext
 ) -> tuple[tuple[int, int], dict[str, int]]:
-    """Return the batch's shape, as the first stage has it, and which tensors it has for all others;
-    UserError for a tensor of another shape."""
+    """Return the shape of the batch on the first stage, and the tensors that it has for all stages;
+    UserError for a tensor with another shape."""
     shape = tuple(next(iter(tokens.values())).shape) if tokens else ()
     segments = "document_ids" in tokens or _has_padding(tokens.get("attention_mask"))
     shared: dict[str, int] = {"position_ids": "position_ids" in tokens, "segments": segments}
@@ -220,29 +228,30 @@ def _agree_on_shape(
 
 
 def _tell(numbers: list[int], ctx: ParallelContext) -> list[int]:
-    """Return the first stage's numbers: on the CPU, for nobody is to wait for a device."""
+    """Return the numbers of the first stage, sent as a CPU tensor, so that no rank waits for a
+    device."""
     return broadcast_from_stage(torch.tensor(numbers), ctx.placement.first_rank, ctx).tolist()
 
 
 def _check_size(shape: tuple[int, int], count: int, longest: int) -> None:
-    """Refuse a batch that can't be cut into `count`, or sequences that the model can't take."""
+    """Raise UserError if the batch can't be split into `count`, or its sequences are too long."""
     batch, sequence = shape
     if batch % count:
-        raise UserError(f"num_microbatches {count} doesn't divide the batch of {batch}")
+        raise UserError(f"num_microbatches {count} does not divide the batch of {batch}")
     if sequence > longest:
         raise UserError(f"a sequence of {sequence} exceeds the model's max-positions {longest}")
 
 
 def _check_ids(tokens: dict[str, torch.Tensor], vocab_size: int, longest: int) -> None:
-    """Refuse token ids and positions that the model doesn't have."""
+    """Raise UserError for token ids and positions that the model does not have."""
     vocabulary, positions = f"the vocabulary of {vocab_size}", f"the model's {longest} positions"
     check_range("token id", tokens.get("input_ids"), vocab_size, vocabulary)
     check_range("position", tokens.get("position_ids"), longest, positions)
 
 
 def _segments(mask: torch.Tensor | None, documents: torch.Tensor | None) -> torch.Tensor | None:
-    """Number each token's segment; it sees the same number only. Padding is a segment of its own,
-    -1. None if there is one segment."""
+    """Return the segment number of each token, which attends only to the same number. Padding has
+    the number -1. None: one segment."""
     if mask is None or not _has_padding(mask):
         return documents
     if documents is None:
@@ -252,15 +261,15 @@ def _segments(mask: torch.Tensor | None, documents: torch.Tensor | None) -> torc
 
 
 def _within_documents(targets: torch.Tensor, segments: torch.Tensor) -> torch.Tensor:
-    """Return shifted labels without those that the last token of a document would have: the first
-    token of the next one."""
+    """Return shifted labels without those of the last token of each document, which would be the
+    first token of the next one."""
     here, following = segments[:, :-1], segments[:, 1:]
     crosses = (here != following) & (here != -1) & (following != -1)
     return targets.masked_fill(F.pad(crosses, (0, 1)), IGNORE_INDEX)
 
 
 def _has_padding(mask: torch.Tensor | None) -> bool:
-    # On CUDA to look would wait for the device.
+    # On CUDA, reading the mask would wait for the device.
     return mask is not None and (mask.is_cuda or not bool(mask.all()))
 
 
@@ -269,12 +278,12 @@ def _takes_boundaries(ctx: ParallelContext) -> bool:
 
 
 def _boundaries(segments: torch.Tensor | None, padding: int, count: int) -> torch.Tensor | None:
-    """Return the boundaries of the segments of each of `count` micro-batches, one micro-batch after
-    the other, as many of each. padding: so much is to come on the right.
+    """Return the segment boundaries of each of `count` micro-batches, concatenated; each
+    micro-batch has the same number of entries. padding: number of tokens that will be added on the
+    right.
 
-    None where there is one segment, or none; where a number is that of several runs of tokens,
-    which see each other though others stand between them; and on CUDA, where to look would wait for
-    the device.
+    None if there is one segment or none, if several separate runs of tokens have the same number,
+    and on CUDA, where reading the numbers would wait for the device.
     """
     if segments is None or segments.is_cuda or not segments.numel():
         return None
@@ -297,8 +306,8 @@ def _on_device(
 
 
 def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return the tensor on the device. The host waits for no copy: it is from page-locked memory
-    of its own, whatever becomes of the tensor."""
+    """Return the tensor on the device. The host does not wait for the copy: it is from separate
+    pinned memory, so the caller may change the tensor."""
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
     staged = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
@@ -306,8 +315,8 @@ def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _padded(tokens: dict[str, torch.Tensor], padding: int) -> dict[str, torch.Tensor]:
-    """Add so much padding on the right, which no token sees, as the ranks need to share the
-    sequence: targets without loss, the last position again, token 0 of no segment."""
+    """Add this number of padding tokens on the right, so that the ranks can split the sequence. No
+    token attends to them: they have token 0, the last position, no segment, and no loss."""
     if not padding:
         return tokens
     values = {"targets": IGNORE_INDEX, "segments": -1}
@@ -324,8 +333,8 @@ def _from_first_stage(
     shared: dict[str, int],
     ctx: ParallelContext,
 ) -> dict[str, torch.Tensor]:
-    """Replace what the first stage has for all others; a stage's own tensors of such names don't
-    count. shared: whether it has a tensor, by its name; how many boundaries."""
+    """Replace tensors by those that the first stage has for all stages. shared: for each name,
+    whether the first stage has the tensor; for boundaries, their number."""
     sizes = {"scored": shape[:1], "boundaries": (shared.get("boundaries", 0),)}
     kept = {name: tensor for name, tensor in tensors.items() if name not in shared}
     for name in (name for name, there in shared.items() if there):
@@ -348,9 +357,9 @@ def _cut(
     length: int,
     dropout_seeds: list[int],
 ) -> list[MicroBatch]:
-    """Cut tensors along the batch into one micro-batch for each seed, and those that are of_tokens
-    along the sequence, of which this rank takes its part. shape: with padding; length: of the
-    sequence without."""
+    """Split tensors along the batch into one micro-batch per seed, and the tensors in of_tokens
+    also along the sequence, to this rank's part. shape: with padding. length: of the sequence
+    without padding."""
     count, cut = len(dropout_seeds), SequenceCut.of(shape[1], ctx)
     of_each = (shape[0] // count, shape[1] // ctx.cp_size)
     parts = {name: tensor.chunk(count) for name, tensor in tensors.items()}
@@ -368,8 +377,8 @@ def _cut(
 
 
 def _longest(positions: torch.Tensor | None, length: int) -> int | torch.Tensor:
-    """Return the tokens of a micro-batch's longest row, by the positions of whole sequences.
-    length: of the sequence, without padding."""
+    """Return the number of tokens of the longest row of a micro-batch, from the positions of full
+    sequences. length: of the sequence, without padding."""
     if positions is None or not positions.numel():
         return length
-    return positions.max() + 1  # on the device: only who needs the number waits for it
+    return positions.max() + 1  # on the device: only code that needs the number waits for it

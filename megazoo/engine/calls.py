@@ -1,5 +1,5 @@
-"""The calls that users make of a model to run batches. Those that train or evaluate are one line
-each: see training.py."""
+"""The methods of a model that run batches. Those that train or evaluate call the TrainingEngine:
+see training.py."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +23,7 @@ from megazoo.parallel.stages import Stage
 
 
 class BatchCalls:
-    """The part of `Model` that runs batches, in any layout."""
+    """The part of `Model` that runs batches, in any parallel layout."""
 
     family: str
     config: Any
@@ -39,7 +39,7 @@ class BatchCalls:
     forward_stage: Callable[..., torch.Tensor]
 
     def terms(self) -> Terms:
-        """Return what must be equal on the ranks that call this model."""
+        """Return the values that must be equal on the ranks that call this model."""
         settings = {"family": self.family, "seed": self.seed, "training mode": self.training}
         # dropout masks are drawn by the number of training calls
         terms = Terms(rows={"the number of training calls": self.engine.calls})
@@ -62,14 +62,33 @@ class BatchCalls:
         document_ids: torch.Tensor | None = None,
         return_logits: bool = False,
     ) -> Output:
-        """Run one batch; call it with the same inputs on every rank of a replica.
+        """Run one batch. Call it with the same inputs on every rank of a replica.
 
-        Inputs: see `Batch`. With labels: loss, the mean over this batch's labelled tokens, on every
-        rank. Without, or with return_logits, or where the loss needs them whole anyway (pp, tp and
-        cp are 1, or a classifier): logits [batch, sequence, vocabulary] ([batch, labels] of a
-        classifier) on every rank of the last stage. They live as long as the output: where memory
-        is short keep its loss only. The loss can be differentiated when pp is 1, with
-        `sync_gradients` after backward; `train_batch` and `microbatches` train in every layout.
+        Args:
+            input_ids: int64 [batch, sequence]; needed on the first stage.
+            labels: int64 [batch, sequence], aligned with input_ids; the shift by one token is done
+                inside, within each document. Needed on the last stage (or targets). -100 has no
+                loss. Labels on padding count: set them to -100. Of a classifier: int64 [batch], or
+                floats [batch] or [batch, labels] for regression and several labels per row.
+            attention_mask: [batch, sequence], 1 for tokens, 0 for padding on either side.
+            position_ids: int64 [batch, sequence]; default: 0, 1, 2, ... ALiBi models ignore them.
+            document_ids: int64 [batch, sequence]: tokens attend only to tokens with the same
+                number, for packed documents.
+            return_logits: whether to return logits also when there are labels.
+
+        Returns:
+            An Output. With labels, `loss` is the mean over the labelled tokens of this batch,
+            0-dimensional fp32, on every rank. `logits` are [batch, sequence, vocabulary] (of a
+            classifier: [batch, labels]), on every rank of the last stage. They are returned without
+            labels, with return_logits, and always if pp, tp and cp are 1 or for a classifier. The
+            output holds their memory: keep only the loss if memory is short.
+
+        The loss can be differentiated if pp is 1: call `sync_gradients` after backward.
+        `train_batch` and `microbatches` train in every layout.
+
+        Example:
+            logits = model(ids).logits  # on the last stage
+            loss = model(ids, labels=ids).loss
         """
         batch = Batch(input_ids, labels, None, attention_mask, position_ids, document_ids)
         (micro_batch,) = self.engine.micro_batches(batch, 1)
@@ -114,18 +133,44 @@ class BatchCalls:
         step: int | None = None,
         loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Forward and backward of this replica's batch; returns the mean loss over the global
-        batch's labelled tokens.
+        """Run forward and backward of this replica's batch.
 
-        Inputs: see `Batch`; stages between the first and the last need none. num_microbatches must
-        divide the batch. step: numbers the draw of the dropout masks; by default it counts the
-        calls. loss_fn(logits fp32 [rows, sequence, vocabulary], labels as given): a loss of your
-        own, on the last stage: the mean of a micro-batch. What is returned, and differentiated, is
-        the mean over the global batch: micro-batches weigh as many labelled tokens as they have
-        (rows, if the labels are not of tokens); label smoothing and z-loss of the head have no part
-        in it. A module's own parameters are yours to step.
-        Gradients start from zero; afterwards p.grad holds the gradient of the returned mean, the
-        same on all replicas.
+        Gradients start from zero. Afterwards p.grad is the gradient of the returned mean, the same
+        on all replicas; call the step of the optimizer next. The model is set to training mode.
+        Stages between the first and the last need no inputs.
+
+        Args:
+            input_ids: int64 [batch, sequence]; needed on the first stage.
+            labels: int64 [batch, sequence], aligned with input_ids; the shift by one token is done
+                inside, within each document. Needed on the last stage (or targets). -100 has no
+                loss. Labels on padding count: set them to -100. For a classifier: int64 [batch], or
+                floats [batch] or [batch, labels] for regression and several labels per row.
+            targets: int64 [batch, sequence], instead of labels: already shifted.
+            attention_mask: [batch, sequence], 1 for tokens, 0 for padding on either side.
+            position_ids: int64 [batch, sequence]; default: 0, 1, 2, ... ALiBi models ignore them.
+            document_ids: int64 [batch, sequence]: tokens attend only to tokens with the same
+                number, for packed documents.
+            sequence_length: set it if input_ids and targets are only this context-parallel rank's
+                part of the sequence: the number of tokens of the full sequence. See `Batch`.
+            num_microbatches: number of micro-batches; it must divide the batch.
+            schedule: name of the pipeline schedule: "1f1b", "gpipe" or "zb-h1".
+            step: number from which the dropout masks are drawn; default: the number of calls.
+            loss_fn: custom loss, called on the last stage as loss_fn(logits, labels), with logits
+                fp32 [rows, sequence, vocabulary] and labels as given. It returns the mean of a
+                micro-batch. Micro-batches are weighted by their labelled tokens (by rows, if labels
+                are not per token). Label smoothing and z-loss of the head are not applied. You step
+                the parameters of a loss module yourself.
+
+        Returns:
+            The mean loss over the labelled tokens of the global batch, 0-dimensional fp32, on every
+            rank.
+
+        Raises:
+            UserError: The inputs are invalid, or the ranks do not make the same call.
+
+        Example:
+            loss = model.train_batch(ids, labels=ids, num_microbatches=4)
+            norm = optimizer.step()
         """
         batch = Batch(
             input_ids,
@@ -146,14 +191,31 @@ class BatchCalls:
         num_microbatches: int = 1,
         **inputs: torch.Tensor,
     ) -> Iterator[Output]:
-        """For a custom loop: `for out in model.microbatches(**batch): out.loss.backward()`.
+        """Yield after the forward of each micro-batch, for a custom loop.
 
-        Yields after each micro-batch's forward. Every rank of the pipeline must go through it to
-        its end, and call backward where one does; then p.grad is what `train_batch` leaves there.
-        The model stays in the mode that it is in: after from_pretrained, call model.train() first.
-        out.loss: the micro-batch's part of the mean that train_batch returns, the same on every
-        rank: they add up to it. inputs: as in `train_batch`. One micro-batch is under way at a
-        time; train_batch keeps all stages busy.
+        Every rank of the pipeline must run the loop to its end, and call backward if one rank does.
+        Then p.grad is the same as after `train_batch`. The model stays in its mode: after
+        from_pretrained, call model.train() first. One micro-batch runs at a time; train_batch keeps
+        all stages busy.
+
+        Args:
+            input_ids: int64 [batch, sequence]; needed on the first stage.
+            labels: int64 [batch, sequence], aligned with input_ids; the shift by one token is done
+                inside, within each document. Needed on the last stage (or targets). -100 has no
+                loss. Labels on padding count: set them to -100. Of a classifier: int64 [batch], or
+                floats [batch] or [batch, labels] for regression and several labels per row.
+            num_microbatches: number of micro-batches; it must divide the batch.
+            **inputs: targets, attention_mask, position_ids, document_ids and sequence_length, as in
+                `train_batch`.
+
+        Yields:
+            An Output per micro-batch. Its `loss` is the micro-batch's part of the mean that
+            train_batch returns, the same on every rank: the parts add up to the mean.
+
+        Example:
+            for out in model.microbatches(ids, labels=ids, num_microbatches=4):
+                out.loss.backward()
+            optimizer.step()
         """
         given = {"input_ids": input_ids, "labels": labels, **inputs}
         yield from self.engine.microbatches(given, num_microbatches)
@@ -161,13 +223,17 @@ class BatchCalls:
     @on_all_ranks
     @torch.no_grad()
     def sync_gradients(self) -> None:
-        """Synchronize the gradients after a custom backward, `model(ids,
-        labels=ids).loss.backward()`, before the step.
+        """Synchronize the gradients after a custom backward, before the optimizer step.
 
-        They become the mean over the replicas, as in torch's DistributedDataParallel. The gradients
-        of a parameter that is tied between stages are summed over its copies. (Copies over tp are
-        summed in backward.) Every rank calls it, once a step.
-        After `train_batch` and `microbatches`, which sum by themselves, it does nothing.
+        They become the mean over the replicas, as in DistributedDataParallel. Gradients of a
+        parameter that is tied between stages are summed over its copies. (Copies over tp are summed
+        in backward.) Every rank calls it, once per step. After `train_batch` and `microbatches`,
+        which synchronize themselves, it does nothing.
+
+        Example:
+            model(ids, labels=ids).loss.backward()
+            model.sync_gradients()
+            optimizer.step()
         """
         self.engine.sync_gradients()
 
@@ -186,11 +252,33 @@ class BatchCalls:
         num_microbatches: int = 1,
         return_count: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """The mean loss over the global batch's labelled tokens, without dropout; afterwards each
-        module is in the mode that it was in. Arguments as in train_batch.
+        """Return the mean loss over the labelled tokens of the global batch, without dropout.
 
-        return_count: also their number, 0-dimensional fp64: what the batch weighs in a mean over
-        several.
+        Afterwards each module is in its previous mode.
+
+        Args:
+            input_ids: int64 [batch, sequence]; needed on the first stage.
+            labels: int64 [batch, sequence], aligned with input_ids; the shift by one token is done
+                inside, within each document. Needed on the last stage (or targets). -100 has no
+                loss. Labels on padding count: set them to -100. Of a classifier: int64 [batch], or
+                floats [batch] or [batch, labels] for regression and several labels per row.
+            targets: int64 [batch, sequence], instead of labels: already shifted.
+            attention_mask: [batch, sequence], 1 for tokens, 0 for padding on either side.
+            position_ids: int64 [batch, sequence]; default: 0, 1, 2, ... ALiBi models ignore them.
+            document_ids: int64 [batch, sequence]: tokens attend only to tokens with the same
+                number, for packed documents.
+            sequence_length: set it if input_ids and targets are only this context-parallel rank's
+                part of the sequence: the number of tokens of the full sequence. See `Batch`.
+            num_microbatches: number of micro-batches; it must divide the batch.
+            return_count: whether to return also the number of labelled tokens, the weight of this
+                batch in a mean over several.
+
+        Returns:
+            The loss, 0-dimensional fp32, on every rank; with return_count a tuple of the loss and
+            the number, 0-dimensional fp64.
+
+        Raises:
+            UserError: The inputs are invalid, or the ranks do not make the same call.
         """
         batch = Batch(
             input_ids,
@@ -207,7 +295,7 @@ class BatchCalls:
 
 @contextmanager
 def using_context(model: Any, ctx: ParallelContext) -> Iterator[None]:
-    """Within this block a model and its modules have another context, of the same ranks."""
+    """Within this block, a model and its modules have another context with the same ranks."""
     before = model.ctx
     modules = [m for m in model.modules() if getattr(m, "ctx", None) is before]
     for module in modules:
@@ -222,6 +310,6 @@ def using_context(model: Any, ctx: ParallelContext) -> Iterator[None]:
 def _refuse_backward(_: float) -> None:
     """Raise UserError: the loss of a pipeline has no backward through the other stages."""
     raise UserError(
-        "the loss of model(...) can't go backward through a pipeline: call model.train_batch(...), "
-        "or in a loop of your own model.microbatches(...)"
+        "the loss of model(...) has no backward through a pipeline: call model.train_batch(...), "
+        "or model.microbatches(...) in a custom loop"
     )

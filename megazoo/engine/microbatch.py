@@ -1,4 +1,4 @@
-"""What a stage is given of a micro-batch, and what a forward returns."""
+"""The inputs of a stage for one micro-batch, and the output of a forward."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -16,35 +16,38 @@ ForwardStage = TypeVar("ForwardStage", bound=Callable)
 
 @dataclass
 class Output:
-    """What a forward returns. loss: 0-dimensional fp32, or None. logits: [batch, sequence,
-    vocabulary], or None.
+    """The result of a forward.
 
-    Like an output of transformers it can be indexed and given on as keywords: output[0],
-    output[:2], output["loss"], f(**output). Only what is not None counts. Iterating over it raises
-    UserError.
+    Like an output of transformers, it can be indexed and unpacked as keywords: output[0],
+    output[:2], output["loss"], f(**output). These contain only the fields that are set. Iterating
+    over it raises UserError.
+
+    Attributes:
+        loss: 0-dimensional fp32, or None.
+        logits: [batch, sequence, vocabulary], or None.
     """
 
     loss: torch.Tensor | None = None
     logits: torch.Tensor | None = None
 
     def keys(self) -> list[str]:
-        """The names of the fields that are not None."""
+        """Return the names of the fields that are set."""
         return [f.name for f in fields(self) if getattr(self, f.name) is not None]
 
     def to_tuple(self) -> tuple[torch.Tensor, ...]:
-        """The fields that are not None: (loss, logits), (loss,) or (logits,)."""
+        """Return the fields that are set: (loss, logits), (loss,) or (logits,)."""
         return tuple(getattr(self, name) for name in self.keys())
 
     def items(self) -> list[tuple[str, torch.Tensor]]:
-        """The names and values of the fields that are not None."""
+        """Return the names and values of the fields that are set."""
         return list(zip(self.keys(), self.to_tuple(), strict=True))
 
     def values(self) -> tuple[torch.Tensor, ...]:
-        """The fields that are not None."""
+        """Return the values of the fields that are set."""
         return self.to_tuple()
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The field of a name, or the default if there is none, or it is None."""
+        """Return the field with this name, or the default if it is not set."""
         return dict(self.items()).get(key, default)
 
     def __len__(self) -> int:
@@ -58,17 +61,17 @@ class Output:
 
     def __iter__(self) -> NoReturn:
         raise UserError(
-            "an output can't be iterated over: for a loop over micro-batches call "
-            "model.microbatches(...), to unpack loss and logits call to_tuple()"
+            "an output can't be iterated over: to loop over micro-batches, call "
+            "model.microbatches(...); to unpack loss and logits, call to_tuple()"
         )
 
 
 def static_steps(forward_stage: ForwardStage) -> ForwardStage:
-    """Decorate a family's `forward_stage` that takes a StaticKVCache, too, for which generation
-    then gives it steps of one token on CUDA, and makes them a CUDA graph.
+    """Decorate a family's `forward_stage` that also supports a StaticKVCache.
 
-    Such a function reads no tensor on the host, and leaves the places of tokens to the attention,
-    to `batch.positions` and to `batch.position`: `batch.keys` doesn't tell them.
+    Generation on CUDA then passes a StaticKVCache for steps of one token, and captures them as a
+    CUDA graph. Such a function must not read tensors on the host. It takes the positions of tokens
+    from the attention, `batch.positions` and `batch.position`, not from `batch.keys`.
     """
     vars(forward_stage)["static_steps"] = True
     return forward_stage
@@ -76,24 +79,31 @@ def static_steps(forward_stage: ForwardStage) -> ForwardStage:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What a stage may need to know of a micro-batch besides the activations. Tensors are int64
-    [batch, sequence]; under context parallelism that is this rank's part of the sequence.
+    """The inputs of a stage for one micro-batch, in addition to the activations.
 
-    shape: (batch, sequence), with the padding that the ranks need to share it. length: of the whole
-    sequence without it. cut: which part of it this rank has; None for all.
-    input_ids: None on all stages but the first. targets: targets[b, s] is the token that position s
-    is to predict, or -100; of a classifier its labels, of any shape that begins with the batch.
-    None on all stages but the last. labels: what a loss of the user's own is given.
-    position_ids: None for 0, 1, 2 ... segments: tokens see those of the same number only; None
-    where there is one segment; of the whole sequence. boundaries: int32 [documents + 1], as in
-    layers.Packed, of the whole sequence, too, where each segment is one run of tokens and the
-    device has a kernel for that. scored: [batch], the position of each row that a classifier judges
-    it by, in the whole sequence. dropout_seed: what its dropout is drawn from.
+    Tensors are int64 [batch, sequence]. Under context parallelism that is this rank's part of the
+    sequence, unless stated otherwise.
 
-    longest: the tokens of the longest row, where this rank can't tell it from its own; while
-    generating, of the whole batch's. While generating, too: cache, the KVCache of the tokens
-    before, if they are kept (segments are then of these, too); and last_only: only the last
-    position's logits are wanted.
+    Attributes:
+        shape: (batch, sequence), with the padding that the ranks need to split the sequence.
+        input_ids: None on all stages except the first.
+        targets: targets[b, s] is the token to predict at position s, or -100. For a classifier its
+            labels, of any shape that starts with the batch. None on all stages except the last.
+        position_ids: None for 0, 1, 2, ...
+        segments: tokens attend only to tokens with the same number; of the full sequence. None: one
+            segment.
+        boundaries: int32 [documents + 1], as in layers.Packed, of the full sequence; if each
+            segment is one run of tokens and the device has a kernel for it.
+        dropout_seed: seed of the dropout.
+        scored: [batch], the position in the full sequence from which a classifier scores each row.
+        labels: the labels for a custom loss.
+        length: length of the full sequence without padding.
+        cut: this rank's part of the sequence; None for the full sequence.
+        longest: tokens of the longest row, if this rank can't compute it from its part. In
+            generation: of the longest row of the whole batch.
+        cache: in generation, the KVCache of the earlier tokens, if any. The segments then include
+            those tokens.
+        last_only: in generation, whether only the logits of the last position are needed.
     """
 
     shape: tuple[int, int]
@@ -113,19 +123,19 @@ class MicroBatch:
 
     @property
     def keys(self) -> int:
-        """How many tokens may be looked at: those of the sequence, and of the cache (of a
-        StaticKVCache its places, which may be more)."""
+        """The number of tokens that can be attended to: those of the sequence and of the cache (for
+        a StaticKVCache its slots, which may be more)."""
         return self.cache.keys(self.shape[1]) if self.cache else self.shape[1]
 
     @property
     def position(self) -> torch.Tensor | None:
-        """Where the only token is in a StaticKVCache: int64 [1]. None elsewhere."""
+        """The position of the only token in a StaticKVCache: int64 [1]. None without one."""
         return self.cache.position if self.cache and not self.cache.in_prompt else None
 
     def is_token(self, ctx: ParallelContext) -> torch.Tensor:
-        """Return which activations of a layer on this rank are of tokens: False for padding of the
-        batch, and for padding that the layout adds. bool [batch, this rank's part of the sequence
-        under context and sequence parallelism]."""
+        """Return which activations of a layer on this rank are of tokens. False: padding of the
+        batch, or padding that the layout adds. bool [batch, this rank's part of the sequence under
+        context and sequence parallelism]."""
         if self.cut is None:
             places = torch.arange(self.shape[1], device=ctx.device)
         else:
@@ -147,4 +157,4 @@ class MicroBatch:
         whole = self.shape[1] if self.cut is None else self.cut.length
         if self.length is None or self.length == whole:
             return positions
-        return positions.clamp_(max=self.length - 1)  # what is padded: the last position again
+        return positions.clamp_(max=self.length - 1)  # padding repeats the last position

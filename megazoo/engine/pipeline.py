@@ -1,5 +1,5 @@
-"""Runs a schedule's table on this rank: forwards, backwards, and the point-to-point traffic between
-stages."""
+"""Run the table of a schedule on this rank: forwards, backwards, and the point-to-point
+communication between stages."""
 
 from collections import deque
 from collections.abc import Callable
@@ -30,14 +30,14 @@ from megazoo.parallel.stages import Stage
 from megazoo.parallel.timing import spent
 from megazoo.torch_internals import run_backward
 
-MAX_OPEN_EXCHANGES = 2  # sends that may still be open when `exchange` returns
+MAX_OPEN_EXCHANGES = 2  # limit of unfinished sends when `exchange` returns
 
 
 class PipelineModel(Protocol):
-    """What a run asks of a model: `megazoo.models.Model` is one.
+    """The attributes of a model that a run needs, such as `megazoo.models.Model`.
 
-    stages: those of this rank. dtype, and config.hidden_size: of the activations between them.
-    output_head: on the rank with the last stage, whose output it takes: see
+    stages: those of this rank. dtype, config.hidden_size: of the activations between stages.
+    output_head: on the rank with the last stage, applied to its output: see
     `megazoo.models.outputs`. A model that is trained also has `engine`, its TrainingEngine.
     """
 
@@ -59,8 +59,11 @@ class PipelineModel(Protocol):
 
 @dataclass
 class Result:
-    """What came of a run: the loss, 0-dimensional fp32, over how many labelled tokens,
-    0-dimensional fp64, and what was collected, on the last stage."""
+    """The result of a run.
+
+    loss: 0-dimensional fp32. labelled: the number of labelled tokens, 0-dimensional fp64.
+    collected: the collected outputs, on the last stage.
+    """
 
     loss: torch.Tensor
     labelled: torch.Tensor
@@ -78,20 +81,28 @@ def run_pipeline(
     loss_scale: float = 1.0,
     weight_queue: WeightQueue | None = None,
 ) -> Result:
-    """Run the micro-batches through all stages; the loss is the mean over the labelled tokens of
+    """Run the micro-batches through all stages. The loss is the mean over the labelled tokens of
     the global batch.
 
-    schedule: of `SCHEDULES`, after which each parameter's gradient holds this replica's part of the
-    gradient of that mean, times loss_scale; None runs the forwards only. weight_queue: where the
-    linear layers leave their weights' gradients, for a schedule that has times of its own for them.
-    global_batch False: the mean is over this replica's batch. collect(outputs, batch): what to keep
-    of the last stage's outputs. loss_fn(logits, labels): a micro-batch's mean by the user's own
-    loss; the means are weighed by label_count.
-    Every rank of the world (of the replica) calls this together and gets the same 0-dimensional
-    fp32 loss (nan without targets); the last stage also gets what was collected, along the batch.
+    All ranks of the world (or of the replica) call it together and get the same loss (nan without
+    targets). The mean is over labelled tokens, not over the means of micro-batches: with uneven
+    labels the two differ, and only the first is independent of the layout.
 
-    The mean is over labelled tokens, not over micro-batches' means: with labels spread unevenly the
-    two differ, and only the first is independent of the layout.
+    Args:
+        model: the model.
+        batches: the micro-batches of this replica.
+        schedule: one of `SCHEDULES`. Afterwards the gradient of each parameter is this replica's
+            part of the gradient of the mean, times loss_scale. None: forwards only.
+        global_batch: False: the mean is over the batch of this replica.
+        collect: collect(outputs, batch) returns the part of the last stage's outputs to keep.
+        loss_fn: loss_fn(logits, labels), a custom loss: the mean of a micro-batch. The means are
+            weighted by label_count.
+        loss_scale: factor of the gradients, for float16.
+        weight_queue: stores the weight gradients of linear layers, for a schedule that computes
+            them separately.
+
+    Returns:
+        The loss; and on the last stage the collected outputs, concatenated along the batch.
     """
     ctx = model.ctx
     others = (ctx.token_axis if global_batch else ctx.cp).group
@@ -127,8 +138,8 @@ def run_pipeline(
 
 
 def _result(run: "PipelineRun", labelled: torch.Tensor, group: dist.ProcessGroup | None) -> Result:
-    """Add up the losses of all micro-batches and of the ranks of a group, and give every stage the
-    sum. labelled: the labels that it is a mean over."""
+    """Sum the losses of all micro-batches and of the ranks of a group, and send the sum to every
+    stage. labelled: the number of labels of the mean."""
     ctx = run.ctx
     loss = torch.zeros((), dtype=torch.float64, device=ctx.device)
     if run.model.stages[-1].last:
@@ -142,8 +153,8 @@ def _result(run: "PipelineRun", labelled: torch.Tensor, group: dist.ProcessGroup
 def count_labels(
     model: PipelineModel, batches: list[MicroBatch], group: dist.ProcessGroup | None
 ) -> torch.Tensor:
-    """Count the labels of the micro-batches, and of the other ranks' of a group: fp64,
-    0-dimensional; 0 on ranks without the last stage."""
+    """Return the number of labels of the micro-batches, summed over a group: fp64, 0-dimensional; 0
+    on ranks without the last stage."""
     labelled = torch.zeros((), dtype=torch.float64, device=model.ctx.device)
     if model.stages[-1].last:
         labelled += sum(model.output_head.label_count(batch) for batch in batches)
@@ -152,13 +163,12 @@ def count_labels(
 
 
 class PipelineRun:
-    """One run of some micro-batches on this rank: tensors that arrived, tensors that will leave,
-    graphs that await their backward.
+    """One run of micro-batches on this rank. It holds received tensors, tensors to send, and graphs
+    that wait for their backward.
 
-    labelled: the labels that the loss is the mean over. loss_scale: of float16. backward_is_next:
-    the last stage's backward of a micro-batch comes right after its forward, and with a gradient
-    that is known. auxiliary: where layers leave their auxiliary losses. The rest as in
-    `run_pipeline`.
+    labelled: the number of labels of the mean loss. loss_scale: of float16. backward_is_next: the
+    last stage runs each backward directly after the forward, with a known gradient. auxiliary:
+    collects auxiliary losses. For the other arguments see `run_pipeline`.
     """
 
     def __init__(
@@ -182,28 +192,28 @@ class PipelineRun:
         self.stages = {stage.index: stage for stage in model.stages}
         engine = getattr(model, "engine", None)
         self.first_trained_stage = engine.first_trained_stage if engine else 0
-        # by the action that consumes it: what is received, and the work to wait for; no work if
-        # another stage of this rank has made it
+        # by consuming action: the received tensor, and the work to wait for; no work if it is from
+        # another stage of this rank
         self.arrived: dict[Action, tuple] = {}
-        # by the action, of another rank, that consumes it
+        # by consuming action of another rank: the tensor to send
         self.leaving: dict[Action, torch.Tensor] = {}
         # by stage and micro-batch: input and output of a forward
         self.graphs: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
-        # by stage and micro-batch: what computes the gradients of the weights
+        # by stage and micro-batch: the function that computes the gradients of the weights
         self.weights: dict[tuple[int, int], Callable[[], None]] = {}
-        # sends that may still be under way: the work to wait for, and the tensor
+        # unfinished sends: the work to wait for, and the tensor
         self.open: deque[tuple] = deque()
-        # of each micro-batch, its part of the mean; in double: they are summed
+        # per micro-batch, its part of the mean; double, because they are summed
         self.losses: list[torch.Tensor] = []
         self.collected: list[torch.Tensor] = []
 
     def forward(self, action: Action, train: bool) -> None:
-        """Run a stage's forward of a micro-batch, from what was received for it; the last stage's
-        ends in the micro-batch's part of the mean loss, if it has labels. train: a backward will
-        follow."""
+        """Run the forward of a micro-batch in a stage, on the received activations. The last stage
+        also computes the micro-batch's part of the mean loss, if it has labels. train: whether a
+        backward follows."""
         stage, batch = self.stages[action.stage], self.batches[action.microbatch]
         received = self._take(action)
-        # stages before the first that is trained need no gradient; they get zeros
+        # stages before the first trained one need no gradient; they get zeros
         passes_gradients = train and stage.index > self.first_trained_stage
         x = batch.input_ids if received is None else received.requires_grad_(passes_gradients)
         assert x is not None  # the first stage has token ids
@@ -227,12 +237,12 @@ class PipelineRun:
         if (tuple(output.shape), output.dtype) != (shape, self.model.dtype):
             raise UserError(
                 f"forward_stage of stage {stage.index} returns {output.dtype} "
-                f"{list(output.shape)}: stages send {self.model.dtype} {list(shape)}"
+                f"{list(output.shape)}: it must return {self.model.dtype} {list(shape)}"
             )
 
     def _collected_outputs(self, x: torch.Tensor, batch: MicroBatch):
-        """Collect from the head's outputs, and return them; None if nothing is collected. x: what
-        the last stage returned."""
+        """Return the outputs of the head after collecting from them, or None if nothing is
+        collected. x: the output of the last stage."""
         if not self.collect:
             return None
         outputs = self.model.output_head.outputs(x, batch)
@@ -240,9 +250,9 @@ class PipelineRun:
         return outputs
 
     def backward(self, action: Action, factor: float = 1.0) -> None:
-        """Run a stage's backward of a micro-batch, of its inputs alone if the action says so.
+        """Run the backward of a micro-batch in a stage; for an "I" action only that of the inputs.
 
-        factor: what the loss's gradient is multiplied by, beside the loss scale.
+        factor: an additional factor of the gradient of the loss, in addition to the loss scale.
         """
         received, output = self.graphs.pop((action.stage, action.microbatch))
         gradient = self._take(action)
@@ -250,10 +260,10 @@ class PipelineRun:
             gradient = torch.full_like(output, self.loss_scale * factor)
         if self.auxiliary:
             self.auxiliary.set_scale(self.loss_scale * factor)
-        if output.requires_grad:  # else nothing is trained in this stage or before it
+        if output.requires_grad:  # otherwise nothing is trained in this stage or before it
             run_backward(output, gradient)
         if action.kind == "I":
-            assert self.weight_queue  # as the schedule splits the backward
+            assert self.weight_queue  # the schedule splits the backward
             self.weights[action.stage, action.microbatch] = self.weight_queue.take()
         if received is not None:
             gradient = torch.zeros_like(received) if received.grad is None else received.grad
@@ -261,7 +271,7 @@ class PipelineRun:
 
     @spent("communication", "exchange")
     def exchange(self, exchange: Exchange) -> None:
-        """Start a transfer; waits only for the other side's part in sends long past."""
+        """Start a transfer. It waits only for the completion of much earlier sends."""
         for transfer in exchange.receives:
             buffer = self._empty_input(transfer.consumer.microbatch)
             work = start_receive(buffer, transfer.source, self.ctx)
@@ -277,12 +287,12 @@ class PipelineRun:
 
     @spent("communication", "wait")
     def wait_for_sends(self) -> None:
-        """Wait until all that was sent has gone."""
+        """Wait until all sends are complete."""
         while self.open:
             self._close_oldest()
 
     def _take(self, action: Action) -> torch.Tensor | None:
-        """Return what was received for an action, once it is there; None if nothing is."""
+        """Return the tensor that an action needs, after it has arrived; None if it needs none."""
         if action not in self.arrived:
             return None
         buffer, work = self.arrived.pop(action)
@@ -292,26 +302,26 @@ class PipelineRun:
         return buffer
 
     def _pass_on(self, consumer: Action, tensor: torch.Tensor) -> None:
-        """Keep what an action of another stage consumes until it is sent; or, if this rank has that
-        stage, until the action takes it."""
+        """Store the input of an action of another stage until it is sent, or, if this rank has that
+        stage, until the action runs."""
         if consumer.stage in self.stages:
             self.arrived[consumer] = (tensor, None)
         else:
             self.leaving[consumer] = tensor
 
     def shape(self, microbatch: int) -> tuple[int, int, int]:
-        """Return the shape of a micro-batch's activations between stages, and of their
+        """Return the shape of the activations of a micro-batch between stages, and of their
         gradients."""
         batch, sequence = self.batches[microbatch].shape
         parts = self.ctx.tp_size if self.ctx.sequence_parallel else 1
         return batch, sequence // parts, self.model.config.hidden_size
 
     def _empty_input(self, microbatch: int) -> torch.Tensor:
-        """Return memory for what another stage sends."""
+        """Return memory for a tensor from another stage."""
         return torch.empty(self.shape(microbatch), dtype=self.model.dtype, device=self.ctx.device)
 
     def _release(self, transfer: Transfer) -> None:
-        """Free an output's memory once it is on its way: backward needs its graph, not its
+        """Free the memory of an output that is being sent: backward needs its graph, not its
         values."""
         kind, stage, microbatch = transfer.consumer
         if kind == "F" and (graph := self.graphs.get((stage - 1, microbatch))):

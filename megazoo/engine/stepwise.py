@@ -1,5 +1,5 @@
-"""A pipeline that a user's own loop drives: one micro-batch after the other, its backward when the
-loop asks for it."""
+"""A pipeline that is driven by a custom loop: one micro-batch at a time, with its backward when the
+loop calls it."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -17,19 +17,19 @@ from megazoo.parallel.schedule import Action, Exchange, Transfer
 def run_stepwise(
     model: PipelineModel, batches: list[MicroBatch], loss_scale: float = 1.0
 ) -> Iterator[Output]:
-    """Yields, after each micro-batch's forward, its part of the mean loss over the global batch's
-    labelled tokens.
+    """Yield, after the forward of each micro-batch, its part of the mean loss over the labelled
+    tokens of the global batch.
 
-    Every rank of the pipeline goes through this together and gets the same loss, 0-dimensional
-    fp32; `loss.backward()`, on all of them, is this micro-batch's backward through all stages. No
-    stage works while another does: for training at speed there is `run_pipeline`.
+    Every rank of the pipeline runs this together and gets the same loss, 0-dimensional fp32.
+    `loss.backward()`, called on all of them, runs the backward of this micro-batch through all
+    stages. Only one stage works at a time; `run_pipeline` is the fast alternative.
     """
     ctx = model.ctx
     with propagate_errors(ctx):
         labelled = count_labels(model, batches, ctx.token_axis.group)
         losses = losses_of(model, model.engine.auxiliary_names, batches, labelled)
-    # The gradient of the loss is known before backward, unless float16 has a scaler of the user's
-    # own, whose scale comes with it.
+    # The gradient of the loss is known before backward, except for float16 with a custom scaler,
+    # which passes its scale in backward.
     known = model.dtype != torch.float16 or model.engine.loss_scale is not None
     run = StepwiseRun(
         model, batches, labelled, loss_scale=loss_scale, backward_is_next=known, auxiliary=losses
@@ -45,14 +45,14 @@ def run_stepwise(
 
 
 class StepwiseRun(PipelineRun):
-    """A run of one micro-batch at a time through all stages, each waiting for the one before.
+    """A run of one micro-batch at a time through all stages; each stage waits for the previous one.
 
-    The transfers of all ranks are one chain, each made from what the one before has brought, and a
-    rank starts its own in that order: no send can wait for one behind it.
+    The transfers of all ranks form one chain, and each rank starts its transfers in that order, so
+    no send can wait for a later one.
     """
 
     def forward_through(self, number: int) -> torch.Tensor:
-        """Run a micro-batch's forward; returns its part of the mean loss, the same on every
+        """Run the forward of a micro-batch; return its part of the mean loss, the same on every
         rank."""
         for stage in self.model.stages:
             action = Action("F", stage.index, number)
@@ -67,7 +67,7 @@ class StepwiseRun(PipelineRun):
         return broadcast_from_stage(loss, self.ctx.placement.last_rank, self.ctx)
 
     def backward_through(self, number: int, gradient: float) -> None:
-        """Run a micro-batch's backward, the loss's gradient being `gradient`."""
+        """Run the backward of a micro-batch. gradient: that of the loss."""
         with propagate_errors(self.ctx):
             for stage in reversed(self.model.stages):
                 action = Action("B", stage.index, number)
@@ -78,7 +78,7 @@ class StepwiseRun(PipelineRun):
                     self._send(action._replace(stage=stage.index - 1))
 
     def _receive(self, action: Action, stage: int) -> None:
-        """Start receiving an action's input from another stage, if it is another rank's."""
+        """Start receiving the input of an action, if another rank has the other stage."""
         source = self.ctx.placement.rank_of(stage)
         if source == self.ctx.pp_rank:
             return
@@ -86,7 +86,7 @@ class StepwiseRun(PipelineRun):
         self.exchange(Exchange(sends=(), receives=(transfer,)))
 
     def _send(self, action: Action) -> None:
-        """Start sending the input of an action of another stage, if it is another rank's."""
+        """Start sending the input of an action of another stage, if another rank has it."""
         target = self.ctx.placement.rank_of(action.stage)
         if target == self.ctx.pp_rank:
             return
@@ -100,7 +100,7 @@ def with_backward(loss: torch.Tensor, backward: Callable[[float], None]) -> torc
 
 
 class _Loss(torch.autograd.Function):
-    """A number whose backward is a function's."""
+    """A number whose backward calls a function."""
 
     @staticmethod
     def forward(ctx, _, loss: torch.Tensor, backward: Callable[[float], None]):

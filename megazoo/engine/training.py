@@ -1,5 +1,5 @@
-"""What trains a model: the gradient buckets, the agreement of all ranks on frozen parameters, the
-numbers of the dropout draws, and the sums that follow the last backward."""
+"""The engine that trains a model: gradient buckets, agreement of all ranks on frozen parameters,
+numbering of the dropout draws, and the reductions after the last backward."""
 
 import re
 import weakref
@@ -29,14 +29,20 @@ from megazoo.parallel.schedule import placement_named_by, schedule_named, splits
 
 
 class TrainingEngine:
-    """Trains one model, which holds it as `model.engine`; it holds the model weakly.
+    """Trains one model, which holds it as `model.engine`. It has a weak reference to the model.
 
-    before: the engine of the model that this one is a copy of. calls: the number of batches that
-    ran in training mode; it numbers the draw of dropout masks. loss_scale: the LossScale of
-    float16, which the optimizer sets. first_trained_stage: the index of the first stage of the
-    pipeline that trains anything; the stages before it need no gradient. auxiliary_losses: means
-    over the last global batch, 0-dimensional fp32, by the names in auxiliary_names, which layers of
-    any rank declare.
+    Args:
+        model: the model.
+        before: the engine of the model that this one is a copy of, or None.
+
+    Attributes:
+        calls: number of batches in training mode, from which dropout masks are drawn.
+        loss_scale: the LossScale of float16, set by the optimizer.
+        first_trained_stage: index of the first pipeline stage with trained parameters. Earlier
+            stages need no gradients.
+        auxiliary_losses: means over the last global batch, 0-dimensional fp32, by the names in
+            auxiliary_names.
+        auxiliary_names: names of the auxiliary losses that layers of any rank declare.
     """
 
     def __init__(self, model, before: "TrainingEngine | None" = None):
@@ -47,8 +53,8 @@ class TrainingEngine:
         self.auxiliary_losses: dict[str, torch.Tensor] = {}
         self.auxiliary_names: set[str] = set()
         self._buckets: GradientBuckets | None = None
-        self._frozen_ties: set[str] | None = None  # tied parameters that are frozen, once agreed
-        self._advised = False  # of training in evaluation mode
+        self._frozen_ties: set[str] | None = None  # frozen tied parameters, once agreed on
+        self._advised = False  # about training in evaluation mode
         self._compared = False  # the first gradients of plain parameters, over tp
 
     def __reduce__(self):
@@ -71,7 +77,7 @@ class TrainingEngine:
         step: int | None,
         loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None,
     ) -> torch.Tensor:
-        """Run forward and backward of a replica's batch; see `Model.train_batch`."""
+        """Run forward and backward of the batch of a replica; see `Model.train_batch`."""
         if not self.model.training:
             self.model.train()
         self._check_placement(schedule)
@@ -115,23 +121,25 @@ class TrainingEngine:
                 self._finish_gradients(buckets, scale)
         except GeneratorExit:
             with suppress(UserError), propagate_errors(self.ctx):  # others may still be in the loop
-                raise UserError("it left its loop over model.microbatches()") from None
+                raise UserError(
+                    "it left its loop over model.microbatches() before the end"
+                ) from None
             raise
         finally:
             buckets.stop()
 
     def eval_batch(self, batch: Batch, num_microbatches: int) -> Result:
-        """Run the forward of a replica's batch without dropout; see `Model.eval_batch`."""
+        """Run the forward of the batch of a replica without dropout; see `Model.eval_batch`."""
         with without_dropout(self.model):
             micro_batches = self.micro_batches(batch, num_microbatches)
             self._require_labels(micro_batches)
             return run_pipeline(self.model, micro_batches)
 
     def sync_gradients(self) -> None:
-        """Make gradients whole after a custom backward; see `Model.sync_gradients`."""
+        """Complete the gradients after a custom backward; see `Model.sync_gradients`."""
         made, buckets = self._buckets is None, self.fit_buckets()
         if made and any(parameter.grad is not None for parameter in buckets.place):
-            buckets.fault = UNSUMMED  # of a backward that no hook has seen
+            buckets.fault = UNSUMMED  # from a backward before the hooks existed
         if buckets.fault != UNSUMMED:
             buckets.check()
         pending = torch.tensor(float(buckets.fault == UNSUMMED), device=self.ctx.device)
@@ -146,7 +154,8 @@ class TrainingEngine:
     def micro_batches(
         self, batch: Batch, count: int, step: int | None = None, own_loss: bool = False
     ) -> list[MicroBatch]:
-        """Check a replica's batch, and cut it into `count`. step, own_loss: see `train_batch`."""
+        """Check the batch of a replica, and split it into `count`. step, own_loss: see
+        `train_batch`."""
         self.ctx.require_ranks()
         self.calls += self.model.training
         return batch.micro_batches(
@@ -160,30 +169,31 @@ class TrainingEngine:
         )
 
     def _advise_of_mode(self) -> None:
-        """Say once that a model is trained whose dropout is off."""
+        """Warn once if a model is trained in evaluation mode."""
         if self.model.training or self._advised:
             return
         self._advised = True
         dropouts = (each for each in self.model.modules() if isinstance(each, Dropout))
         if any(dropout.probability for dropout in dropouts):
             advise(
-                "the model is trained in evaluation mode, without its dropout: model.train() turns "
-                "it on"
+                "the model is trained in evaluation mode, without dropout: call model.train() to "
+                "turn it on"
             )
         head = self.model.output_head if self.model.has_last else None
         if getattr(head, "label_smoothing", 0) or getattr(head, "z_loss", 0):
             advise(
-                "the model is trained in evaluation mode, without label smoothing and z-loss: "
-                "model.train() turns them on"
+                "the model is trained in evaluation mode, without label smoothing and z-loss: call "
+                "model.train() to turn them on"
             )
 
     def _check_placement(self, schedule: str) -> None:
-        """Raise UserError if a schedule's stages lie elsewhere than the model's."""
+        """Raise UserError if a schedule needs another placement of the stages than the model
+        has."""
         needed, found = placement_named_by(schedule), self.ctx.placement.name
         if needed != found:
             raise UserError(
-                f"schedule {schedule} needs placement {needed}, and the model's context has "
-                f"{found}: make the context with placement={needed!r}, or use another schedule"
+                f"schedule {schedule} needs placement {needed}, but the model's context has "
+                f"{found}: create the context with placement={needed!r}, or use another schedule"
             )
 
     def _require_labels(self, batches: list[MicroBatch]) -> None:
@@ -191,12 +201,10 @@ class TrainingEngine:
             raise UserError("the last stage needs labels or targets")
 
     def agree_on_frozen(self) -> None:
-        """Freeze on every rank what any rank has frozen its part or copy of; all ranks call it
-        together.
+        """Freeze on every rank the parameters that any rank has frozen. All ranks call it together.
 
-        A tied parameter of which one stage's copy learned and the other's did not would be two.
-        AdamW calls it, and the first batch that is trained on. UserError if nothing is left to
-        train.
+        Otherwise the copies of a tied parameter could differ, if only one stage trains its copy.
+        AdamW calls it, and the first training batch. UserError if all parameters are frozen.
         """
         entries = list(self.model.entries())
         frozen = {entry.name for entry in entries if not entry.parameter.requires_grad}
@@ -216,11 +224,11 @@ class TrainingEngine:
         self._frozen_ties = self._tied_and_frozen()
 
     def first_trained_here(self) -> int:
-        """Return the index of this rank's first stage with a parameter that is trained; the number
-        of all stages if there is none.
+        """Return the index of this rank's first stage with a trained parameter, or the number of
+        all stages.
 
-        What belongs to no layer is the first or the last stage's; where a rank has neither, it may
-        be of any.
+        Parameters outside of layers belong to the first or the last stage. If a rank has neither,
+        they may belong to any of its stages.
         """
         found = [re.match(r"layers\.(\d+)\.", entry.name) for entry in self.model.trained_entries()]
         layers = {int(match[1]) for match in found if match}
@@ -239,13 +247,12 @@ class TrainingEngine:
 
     @property
     def buckets(self) -> GradientBuckets:
-        """What sums the gradients over the replicas, made for the parameters that are not frozen;
-        see `fit_buckets`."""
+        """The gradient buckets for the trained parameters; see `fit_buckets`."""
         return self._buckets or self.fit_buckets()
 
     def fit_buckets(self) -> GradientBuckets:
-        """Rebuild the gradient buckets if parameters were frozen or unfrozen since they were built;
-        returns them."""
+        """Return the gradient buckets, rebuilt if parameters were frozen or unfrozen since they
+        were built."""
         entries = self.model.trained_entries()
         if self._buckets is None or not self._buckets.are_of(entry.parameter for entry in entries):
             late = {
@@ -265,26 +272,27 @@ class TrainingEngine:
         return self._buckets
 
     def parameters_changed(self) -> None:
-        """Note that the model has other parameters than before, or others that are trained. Every
-        rank calls it."""
+        """Note that the model's parameters, or the set of trained ones, have changed. Every rank
+        calls it."""
         self._frozen_ties = None
         if self.ctx.mesh is not None and self.ctx.token_axis.size > 1:
-            self.fit_buckets()  # they notice a backward whose gradients nobody sums
+            self.fit_buckets()  # they detect a backward whose gradients are not summed
 
     def buckets_to_train(self) -> GradientBuckets:
-        """Fit the gradient buckets, once all ranks agree on what is frozen."""
+        """Return the gradient buckets, after all ranks agree on the frozen parameters."""
         self._advise_of_mode()
         if self._frozen_ties is None:
             self.agree_on_frozen()
         if self._tied_and_frozen() != self._frozen_ties:
             raise UserError(
-                "a tied parameter was frozen or unfrozen after training began: make a new "
+                "a tied parameter was frozen or unfrozen after training began: create a new "
                 "megazoo.optim.AdamW, or call model.engine.agree_on_frozen() on every rank"
             )
         if self.first_trained_here() < self.first_trained_stage:  # it would get no gradient
             raise UserError(
-                "a parameter before all that are trained was unfrozen after training began: make a "
-                "new megazoo.optim.AdamW, or call model.engine.agree_on_frozen() on every rank"
+                "a parameter before the first trained one was unfrozen after training began: "
+                "create a new megazoo.optim.AdamW, or call model.engine.agree_on_frozen() on every "
+                "rank"
             )
         return self.fit_buckets()
 
@@ -295,10 +303,10 @@ class TrainingEngine:
 
     @contextmanager
     def deferred_sums(self, queue: WeightQueue | None) -> Iterator[None]:
-        """Within this block gradients of copies over tp stay partial: they are summed once for all
+        """Within this block, gradients of copies over tp stay partial: they are summed once for all
         micro-batches.
 
-        queue: where the gradients of linear weights wait, if they do.
+        queue: delays the gradients of linear weights, or None.
         """
         modules = [module for module in self.model.modules() if isinstance(module, ShardedModule)]
         for module in modules:
@@ -310,11 +318,11 @@ class TrainingEngine:
                 module.sums_later, module.weight_queue = False, None
 
     def _finish_gradients(self, buckets: GradientBuckets, loss_scale: float) -> None:
-        """Make the gradients whole after the last backward.
+        """Complete the gradients after the last backward.
 
-        In this order: parts of a gradient are summed over the tp ranks; a tied parameter's
-        gradients between its stages; then, over the replicas, what has not been summed during
-        backward.
+        First, partial gradients are summed over the tp ranks. Then the gradients of tied parameters
+        are summed between their stages. Last, gradients that were not reduced during backward are
+        summed over the replicas.
         """
         entries = self.model.trained_entries()
         buckets.fill_missing()
@@ -323,7 +331,7 @@ class TrainingEngine:
         buckets.wait_for_sums(loss_scale)
 
     def _sum_parts(self, entries: list[NamedParameter]) -> None:
-        """Sum the gradients of which each tp rank has a part."""
+        """Sum the gradients that are partial on each tp rank."""
         partial = [
             (entry.gradient, entry.spec)
             for entry in entries
@@ -334,12 +342,13 @@ class TrainingEngine:
         sum_over_copies(partial, self.ctx)
 
     def _compare_plain(self, entries: list[NamedParameter]) -> bool:
-        """Raise UserError for a plain parameter whose gradient would be wrong; return whether these
+        """Raise UserError for a plain parameter with a wrong gradient; return whether these
         gradients can show it.
 
-        The gradients must be equal on the tp ranks. Under sequence parallelism each rank has a part
-        of a sum, and equal parts mean that each rank has computed the whole. A batch for which the
-        gradients of other modules are equal, too, shows nothing: its tokens are all the same.
+        The gradients must be equal on the tp ranks. Under sequence parallelism each rank has a
+        partial gradient, and equal gradients mean that each rank has computed the full one. If the
+        gradients of other modules are also equal, all tokens of the batch are the same and nothing
+        can be concluded.
         """
         plain = [entry for entry in entries if entry.spec.plain]
         if not plain:
@@ -348,8 +357,8 @@ class TrainingEngine:
             for entry in filter(self._differs, plain):
                 raise UserError(
                     f"the gradients of {entry.name} differ between the tp ranks: it is used "
-                    "inside a tensor-parallel region, where each rank has other features; make it "
-                    "by a ShardedModule, whose ParameterSpec says partial=True"
+                    "inside a tensor-parallel region, where each rank has other features; create "
+                    "it in a ShardedModule, with ParameterSpec(partial=True)"
                 )
             return True
         others = (entry for entry in entries if entry.spec.shard is None and not entry.spec.plain)
@@ -359,8 +368,8 @@ class TrainingEngine:
             if entry.gradient.any() and not self._differs(entry):
                 raise UserError(
                     f"the gradients of {entry.name} are the same on all tp ranks under sequence "
-                    "parallelism: it is used where each rank has the whole sequence, and they "
-                    "would be summed; use it where each has its part, or turn "
+                    "parallelism: it is used where each rank has the full sequence, and their sum "
+                    "would be wrong; use it where each rank has its part, or turn "
                     "sequence_parallel off"
                 )
         return True
@@ -378,7 +387,7 @@ class TrainingEngine:
 
 
 def _copied(calls: int, loss_scale) -> TrainingEngine:
-    """Return the engine that a copied model comes with: one of no model."""
+    """Return the engine of a copied model, before it belongs to the model."""
     engine = TrainingEngine.__new__(TrainingEngine)
     engine._reference, engine.calls, engine.loss_scale = lambda: None, calls, loss_scale
     return engine

@@ -1,5 +1,5 @@
-"""Tokens are chosen from logits: greedily, by sampling or by beam search, on the last stage, for
-one group of rows."""
+"""Choose tokens from logits: greedy, sampling or beam search, on the last stage, for one group of
+rows."""
 
 from dataclasses import dataclass
 
@@ -9,13 +9,13 @@ from megazoo.errors import UserError
 from megazoo.generate.settings import GenerationSettings
 from megazoo.parallel.random import derive_seed
 
-NOTHING = -1e9  # the score of a beam that is not there
+NOTHING = -1e9  # the score of a missing beam
 
 
 def not_finite(dtype: torch.dtype) -> UserError:
-    """Return the error of a model whose logits are no numbers. dtype: the model's."""
+    """Return the error for a model whose logits are NaN or infinite. dtype: that of the model."""
     kind = str(dtype).removeprefix("torch.")
-    hint = "" if dtype == torch.float32 else "; --dtype float32 takes larger numbers"
+    hint = "" if dtype == torch.float32 else "; try --dtype float32, which has a larger range"
     return UserError(
         "the model's logits are not finite (NaN or infinite): "
         f"its weights are broken, or overflow in {kind}{hint}",
@@ -23,16 +23,16 @@ def not_finite(dtype: torch.dtype) -> UserError:
     )
 
 
-GOES_ON, OVER, BROKEN = range(3)  # what a choice says of its group
+GOES_ON, OVER, BROKEN = range(3)  # states of a group after a choice
 
 
 @dataclass
 class Choice:
-    """What the rows of a group go on with; those of one prompt are next to each other.
+    """The next tokens of the rows of a group; the rows of one prompt are adjacent.
 
-    tokens: int64 [rows]. sources: int64 [rows], the row that each continues, or None if each
-    continues itself. state: GOES_ON, OVER if all rows have ended, or BROKEN if the logits were no
-    numbers: an int, or an int64 tensor until the host needs it.
+    tokens: int64 [rows]. sources: int64 [rows], the row that each one continues, or None if each
+    continues itself. state: GOES_ON, OVER if all rows have ended, or BROKEN if the logits were not
+    finite: an int, or an int64 tensor until the host needs it.
     """
 
     tokens: torch.Tensor
@@ -41,12 +41,12 @@ class Choice:
 
     @property
     def done(self) -> bool:
-        """Whether the group ends before it has all the tokens that it may have."""
+        """Whether the group has ended, possibly before the maximum number of tokens."""
         return self._known_state() != GOES_ON
 
     @property
     def broken(self) -> bool:
-        """Whether the tokens mean nothing."""
+        """Whether the tokens are invalid."""
         return self._known_state() == BROKEN
 
     def _known_state(self) -> int:
@@ -54,7 +54,7 @@ class Choice:
         return self.state
 
     def message(self) -> torch.Tensor:
-        """Return all of it as a CPU tensor: int64 [1 + rows (+ rows)]."""
+        """Return the choice as a CPU tensor: int64 [1 + rows (+ rows)]."""
         state = torch.as_tensor(self.state, device=self.tokens.device).view(1)
         sources = [] if self.sources is None else [self.sources]
         message = torch.cat([state, self.tokens, *sources]).cpu()
@@ -63,24 +63,24 @@ class Choice:
 
     @staticmethod
     def empty_message(rows: int, sources: bool, device: torch.device) -> torch.Tensor:
-        """Return a CPU tensor for a message to a rank with that device."""
+        """Return a CPU tensor for a message to a rank with this device."""
         length = 1 + rows * (1 + sources)
         return torch.empty(length, dtype=torch.int64, pin_memory=device.type == "cuda")
 
     @classmethod
     def of(cls, message: torch.Tensor, sources: bool, device: torch.device) -> "Choice":
-        """Return the choice that a message is of, on a device. sources: it has them."""
+        """Return the choice in a message, on a device. sources: whether it has them."""
         rows = (len(message) - 1) // (1 + sources)
         there = message.to(device, non_blocking=True)
         return cls(there[1 : 1 + rows], there[1 + rows :] if sources else None, int(message[0]))
 
 
 class Chooser:
-    """What both ways of choosing share: they adjust the scores and see which rows end.
+    """Base class of the ways to choose: adjusts the scores and detects the rows that end.
 
-    prompt: int64 [prompts, tokens]; real: which of them are not padding, bool, or None for all.
-    looks: the host asks after each token how the group is; if False, it does so at the end alone,
-    and a GPU never waits for it.
+    prompt: int64 [prompts, tokens]. real: which tokens are not padding, bool, or None for all.
+    looks: whether the host reads the state of the group after each token. If False, it reads the
+    state only at the end, and never waits for a GPU.
     """
 
     def __init__(
@@ -92,16 +92,16 @@ class Chooser:
         self.step = 0  # new tokens so far
         self.finite = torch.ones((), dtype=torch.bool, device=prompt.device)  # all logits
         self.can_end = bool(settings.eos_token_id or settings.stop or settings.halt)
-        # On a CPU looking costs nothing, and numbers that are none end the group at once.
+        # On a CPU this is free, and logits that are not finite end the group immediately.
         self.looks = self.can_end or prompt.device.type == "cpu"
         self.ends = torch.tensor(settings.eos_token_id, dtype=torch.int64, device=prompt.device)
-        self.seen: torch.Tensor | None = None  # the tokens that a row has: bool [rows, vocabulary]
-        # the newest tokens in which a stop string can be that ends now
+        self.seen: torch.Tensor | None = None  # the tokens in each row: bool [rows, vocabulary]
+        # the newest tokens that may contain a stop string that ends now
         self.window = max((len(stop.encode()) for stop in settings.stop), default=0) + 4
 
     def choose(self, logits: torch.Tensor) -> Choice:
-        """Choose the next token of every row: see `advance`. If the logits are no numbers, the
-        tokens mean nothing, and the group ends if the host looks."""
+        """Choose the next token of every row: see `advance`. If the logits are not finite, the
+        tokens are invalid, and the group ends if the host reads the state."""
         self.finite &= logits.amax().isfinite()  # NaN is the largest
         tokens, sources, over = self.advance(logits)
         if self.settings.halt and self.settings.halt():

@@ -1,5 +1,5 @@
-"""Generation works in every layout: rows go through the stages in groups, and the last stage
-chooses their tokens."""
+"""Generation in every layout: rows pass through the stages in groups, and the last stage chooses
+their tokens."""
 
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -35,13 +35,13 @@ def generate(
     use_cache: bool = True,
     streamer: Any = None,
 ) -> torch.Tensor:
-    """Generate as `Model.generate` says. model: a `megazoo.models.base.Model`."""
+    """Generate tokens; see `Model.generate`. model: a `megazoo.models.base.Model`."""
     model.ctx.require_ranks()
     model.ctx.require_no_folded("generation")
     if (placement := model.ctx.placement.name) != "loop":
         raise UserError(
             f"generation needs placement loop, not {placement}: save the model, and load it with a "
-            'context of placement="loop"'
+            'context with placement="loop"'
         )
     sharing = sharing_axis(model.ctx, input_ids, attention_mask)
     with using_context(model, model.ctx.cp_as_dp):
@@ -59,18 +59,18 @@ def _generate(
 ) -> torch.Tensor:
     ctx = model.ctx
     if model.config.num_labels:
-        raise UserError("a classifier does not generate")
+        raise UserError("a classifier can't generate")
     input_ids = ids_of("input_ids", input_ids)
     is_mask(attention_mask)
     if input_ids.dim() != 2 or not input_ids.numel():
         raise UserError(
-            f"input_ids are of shape {list(input_ids.shape)}, not [batch, at least one token]"
+            f"input_ids have the shape {list(input_ids.shape)}, not [batch, at least one token]"
         )
     settings = settings.after(input_ids.shape[1])
     settings.check(model.config.vocab_size)
     _check(model, input_ids, attention_mask, settings)
     if streamer is not None and len(input_ids) * settings.rows_of_prompt > 1:
-        raise UserError("a streamer takes one row, without beams or num_return_sequences")
+        raise UserError("a streamer supports one row, without beams or num_return_sequences")
     mine = share_of(range(len(input_ids)), sharing.size, sharing.rank)
     length = input_ids.shape[1] + settings.max_new_tokens
     use_cache = use_cache and model.can_cache(model.config, length)
@@ -79,7 +79,7 @@ def _generate(
         groups = _groups(model, input_ids, attention_mask, mine, settings, use_cache)
         for group in groups:
             if group.chooser and (streamer is not None or ctx.pp_size > 1):
-                group.chooser.looks = True  # others are told after each token
+                group.chooser.looks = True  # other ranks get the state after each token
         _run(model, groups, streamer)
     new = _new_tokens(model, groups, input_ids, settings, sharing)
     if streamer is not None:
@@ -93,10 +93,10 @@ def _generate(
 def _check(
     model, input_ids: torch.Tensor, mask: torch.Tensor | None, settings: GenerationSettings
 ) -> None:
-    """Refuse prompts that can't be continued."""
+    """Raise UserError for prompts that can't be continued."""
     if mask is not None and mask.shape != input_ids.shape:
         raise UserError(
-            f"attention_mask is of shape {list(mask.shape)}, input_ids of {list(input_ids.shape)}"
+            f"attention_mask has the shape {list(mask.shape)}, input_ids {list(input_ids.shape)}"
         )
     if mask is not None and not bool(mask[:, -1].all()):
         row = int((mask[:, -1] == 0).nonzero()[0, 0])
@@ -119,7 +119,7 @@ def _check(
 def _groups(
     model, input_ids, mask, mine: range, settings: GenerationSettings, use_cache: bool
 ) -> list[Group]:
-    """Make as many groups of this replica's rows as keep all stages busy."""
+    """Return enough groups of this replica's rows to keep all stages busy."""
     count, groups = min(model.ctx.pp_size, len(mine)), []
     longest = input_ids.shape[1] if mask is None else int((mask != 0).sum(dim=1).max())
     for index in range(count):
@@ -132,8 +132,8 @@ def _groups(
 
 
 def _run(model, groups: list[Group], streamer) -> None:
-    """Generate, until every group has ended: first the prompts go through all stages, in pieces,
-    then each choice of tokens. In what order, megazoo/generate/traffic.py says."""
+    """Generate until every group has ended. First the prompts pass through all stages in pieces,
+    then the chosen tokens. For the order see megazoo/generate/traffic.py."""
     traffic = Traffic(model, groups, streamer)
     for tick in count_up():
         turn = traffic.turn_of(tick, model.ctx.pp_rank)
@@ -145,8 +145,8 @@ def _run(model, groups: list[Group], streamer) -> None:
 
 
 def _forward(model, group: Group, turn: Turn, traffic: Traffic) -> torch.Tensor | Choice:
-    """Take a group's tokens through a stage of this rank; returns the activations, or of the last
-    stage, if the prompts are through, the choice of the next tokens."""
+    """Run a group's tokens through a stage of this rank. Return the activations, or, on the last
+    stage after the prompts, the choice of the next tokens."""
     batch, stage = group.batch(), model.stages[turn.stage]
     x = group.input_ids if stage.first else traffic.input_for(turn)
     compute = partial(_output, model, x, batch, stage, group.chooses)
@@ -155,14 +155,14 @@ def _forward(model, group: Group, turn: Turn, traffic: Traffic) -> torch.Tensor 
         batch.cache.advance(batch.shape[1])
     if not stage.last or not group.chooses:
         return x
-    assert group.chooser  # of the last stage
+    assert group.chooser  # on the last stage
     group.choice = group.chooser.choose(x)
     return group.choice
 
 
 def _output(model, x: torch.Tensor, batch: MicroBatch, stage: Stage, chooses: bool) -> torch.Tensor:
-    """Return a stage's activations; of the last one, if tokens are chosen, the logits of the next
-    token: fp32 [rows, vocabulary]."""
+    """Return the activations of a stage, or, on the last stage when tokens are chosen, the logits
+    of the next token: fp32 [rows, vocabulary]."""
     x = model.forward_stage(x, batch, stage)
     if not stage.last or not chooses:
         return x
@@ -177,10 +177,10 @@ def _new_tokens(
     settings: GenerationSettings,
     sharing: Axis,
 ) -> torch.Tensor:
-    """Return what was generated of all rows, on every rank: int64 [batch, new]. UserError, on every
-    rank, if the logits of a row were no numbers."""
+    """Return the new tokens of all rows, on every rank: int64 [batch, new]. UserError, on every
+    rank, if the logits of a row were NaN or infinite."""
     ctx, each = model.ctx, settings.num_return_sequences
-    # of each row how many tokens there are, -1 where the logits were no numbers, and the tokens
+    # per row: the number of tokens (-1 if the logits were not finite), and the tokens
     new = input_ids.new_zeros(len(input_ids) * each, 1 + settings.max_new_tokens)
     for group in groups if model.stages[-1].last else ():
         rows = new[group.numbers.start * each : group.numbers.stop * each]
@@ -201,7 +201,8 @@ def _new_tokens(
 
 @contextmanager
 def _generating(model):
-    """Turn off dropout within this block, and sequence parallelism: one token can't be cut."""
+    """Within this block, dropout and sequence parallelism are off, because one token can't be
+    split."""
     whole = replace(model.ctx, sequence_parallel=False)
     with (
         using_context(model, whole),
@@ -212,8 +213,8 @@ def _generating(model):
 
 
 def _kernels_for_all_lengths(device: torch.device):
-    """Within this block attention does without cuDNN, which makes a plan for each new length: 23 to
-    37 ms a token on an H100."""
+    """Within this block, attention does not use cuDNN, which creates a plan for each new length: 23
+    to 37 ms per token on an H100."""
     if device.type != "cuda":
         return nullcontext()
     return sdpa_kernel(

@@ -1,4 +1,4 @@
-"""A step of generation as one CUDA graph: a GPU then waits for no launches."""
+"""A step of generation as one CUDA graph, so that a GPU does not wait for kernel launches."""
 
 from collections.abc import Callable
 
@@ -10,14 +10,14 @@ from megazoo.errors import advise
 class StepGraph:
     """Runs a function that reads and writes the same memory at each call, and returns a tensor.
 
-    Of calls with the same key, which stands for all shapes and addresses, the first one runs as it
-    is, which makes what libraries make at their first use. The second is captured as a CUDA graph,
-    which it and all others replay; the result is then the same tensor each time. A function that
-    can't be captured runs as it is, which is told.
+    The key stands for all shapes and addresses. The first call with a key runs normally, so that
+    libraries can initialise. The second is captured as a CUDA graph, which it and all later calls
+    replay; they return the same tensor. A function that can't be captured runs normally, with a
+    warning.
     """
 
     def __init__(self, device: torch.device):
-        # one for all runs: what libraries keep for a stream is there before the capture
+        # one stream for all runs: libraries initialise it before the capture
         self.stream = torch.cuda.Stream(device)
         self.key: int | None = None
         self.fails = False
@@ -52,6 +52,6 @@ class StepGraph:
         except RuntimeError as error:
             self.fails = True
             reason = str(error).partition("\n")[0]
-            advise(f"generation goes on without CUDA graphs, as a step can't be captured: {reason}")
+            advise(f"generation continues without CUDA graphs: a step can't be captured: {reason}")
             return
         self.graph, self.result = graph, result

@@ -1,4 +1,4 @@
-"""Prompts, and the rows that go on from them, that go through the stages together."""
+"""Prompts, and the rows that continue them, that pass through the stages together."""
 
 from collections import deque
 from dataclasses import replace
@@ -19,8 +19,8 @@ from megazoo.parallel.context import ParallelContext
 
 
 def takes_static_steps(model: Any) -> bool:
-    """Say whether a model's steps are given a StaticKVCache: on CUDA, if its family takes it and
-    its layers attend by our attention. A CPU has less to do where shapes grow."""
+    """Return whether steps use a StaticKVCache: on CUDA, if the family supports it and all layers
+    use CausalSelfAttention. On a CPU, growing shapes are cheaper."""
     return (
         model.ctx.device.type == "cuda"
         and getattr(model.forward_stage, "static_steps", False)
@@ -34,23 +34,22 @@ def _takes_static_cache(layer: nn.Module) -> bool:
 
 
 def takes_graphs(ctx: ParallelContext) -> bool:
-    """Say whether steps of fixed shapes become CUDA graphs: on CUDA, where a rank has all of a
-    replica, and no step waits for another rank."""
+    """Return whether steps with fixed shapes become CUDA graphs: on CUDA, if a rank has a full
+    replica, so that no step waits for another rank."""
     return ctx.device.type == "cuda" and ctx.tp_size == ctx.pp_size == 1
 
 
 class Group:
-    """Prompts, and the rows that go on from them, that go through the stages together.
+    """Prompts, and the rows that continue them, that pass through the stages together.
 
-    numbers: of the prompts in the whole batch. input_ids, positions, segments: of the tokens that
-    the next forward takes, int64 [rows, tokens], without a cache all of them; segments are of the
-    cached tokens, too. pieces: of the prompts, that come after those tokens and before anything is
-    chosen. forwards: how many are over. longest: tokens of the whole batch's longest prompt.
-    prefix: what all prompts begin with, if that goes through first, and prefix_cache, of the one
-    row that it is. chooser: on the last stage alone; choice: what it chose last. graph: of a step
-    of one token, if that is one.
+    numbers: of the prompts in the batch. input_ids, positions, segments: the tokens of the next
+    forward, int64 [rows, tokens]; without a cache, all tokens; segments include the cached tokens.
+    pieces: remaining pieces of the prompts. forwards: number of forwards so far. longest: tokens of
+    the longest prompt in the batch. prefix: the common prefix of all prompts, if it is run first,
+    and prefix_cache, its cache with one row. chooser: only on the last stage; choice: its last
+    choice. graph: runs steps of one token, or None.
 
-    With a StaticKVCache these tensors are the same ones in every step of one token, filled anew.
+    With a StaticKVCache these tensors are the same in every step of one token, and are overwritten.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class Group:
         settings: GenerationSettings,
         use_cache: bool,
     ):
-        """real: which of the prompts' tokens are not padding, bool, or None for all."""
+        """real: which tokens of the prompts are not padding, bool, or None for all."""
         self.numbers, self.longest = numbers, longest
         self.copies, self.beams = settings.rows_of_prompt, settings.num_beams > 1
         self.done, self.steps, self.most = False, 0, settings.max_new_tokens
@@ -71,7 +70,7 @@ class Group:
         positions = segments = None
         if real is not None:
             positions = (real.cumsum(1) - 1).clamp(min=0)
-            segments = real.long() - 1  # padding is a segment of its own, -1
+            segments = real.long() - 1  # padding has the segment number -1
         self.pieces = deque([PromptChunk(input_ids, positions, segments)])
         self.cache: KVCache | None = None
         self.prefix: Prefix | None = None
@@ -104,16 +103,17 @@ class Group:
 
     @property
     def chooses(self) -> bool:
-        """Whether tokens are chosen after the next forward: it takes the last of the prompts."""
+        """Whether tokens are chosen after the next forward, which has the last tokens of the
+        prompts."""
         return not self.pieces
 
     @property
     def rows(self) -> int:
-        """The rows that are chosen for: beams count."""
+        """The number of rows to choose tokens for, including beams."""
         return len(self.numbers) * self.copies
 
     def batch(self) -> MicroBatch:
-        """Return what the stages' next forward takes."""
+        """Return the input of the next forward."""
         rows, tokens = self.input_ids.shape
         batch = MicroBatch(
             (rows, tokens),
@@ -131,7 +131,7 @@ class Group:
         return batch
 
     def take_piece(self) -> None:
-        """Go on with the next piece of the prompts."""
+        """Continue with the next piece of the prompts."""
         self.forwards += 1
         cache = self.prefix_cache
         if cache is not None and cache.used == cache.length:
@@ -142,7 +142,7 @@ class Group:
         self.input_ids, self.positions, self.segments = self.pieces.popleft()
 
     def take(self, choice: Choice) -> None:
-        """Go on with the chosen tokens."""
+        """Continue with the chosen tokens."""
         self.forwards += 1
         self.done = self.steps + 1 == self.most or choice.done
         if self.done:
@@ -164,7 +164,7 @@ class Group:
                 self.positions += 1
 
     def _append(self, tokens: torch.Tensor, sources: torch.Tensor | None) -> None:
-        """Go on with all tokens, as there is no cache."""
+        """Append the chosen tokens to all tokens: without a cache."""
         earlier = self.input_ids if sources is None else self.input_ids[sources]
         self.input_ids = torch.cat([earlier, tokens], dim=1)
         if self.positions is not None and self.segments is not None:
@@ -172,19 +172,19 @@ class Group:
             self.segments = torch.cat([self.segments, torch.zeros_like(tokens)], dim=1)
 
     def _begin_steps(self, tokens: torch.Tensor) -> None:
-        """Go on with the tokens [rows, 1] alone, in tensors of their own."""
+        """Continue with only the tokens [rows, 1], in separate tensors."""
         self.input_ids = tokens.clone()
         if self.positions is None or self.segments is None:
             return
         assert self.cache
         self.positions = self.positions[:, -1:] + 1
-        # to come: the next token, or all that there may be
+        # room for the next token, or for all possible ones
         more = self.cache.length - self.segments.shape[1] if self.static else 1
         new = self.segments.new_zeros(len(tokens), more)
         self.segments = torch.cat([self.segments, new], dim=1)
 
     def _copy_prompts(self) -> None:
-        """Give every beam, or every row that is drawn, a row of its own."""
+        """Create one row for every beam or sample."""
         self.input_ids = self.input_ids.repeat_interleave(self.copies, 0)
         if self.positions is not None and self.segments is not None:
             self.positions = self.positions.repeat_interleave(self.copies, 0)

@@ -1,19 +1,19 @@
-"""Prompts go through the stages in pieces, and what all of them begin with goes through once."""
+"""Run the prompts through the stages in pieces, and their common prefix only once."""
 
 from collections import deque
 from typing import NamedTuple
 
 import torch
 
-PIECE = 2048  # tokens of a row that go through the stages together, at most
-TOKENS = 4096  # and of all rows
-SHARED = 16  # tokens that several rows begin with: fewer are not worth a forward of their own
+PIECE = 2048  # maximum number of tokens per row in a piece
+TOKENS = 4096  # maximum number over all rows
+SHARED = 16  # minimum number of common tokens: fewer are not worth a separate forward
 
 
 class PromptChunk(NamedTuple):
-    """Tokens of the prompts that go through the stages together, as MicroBatch has them: input_ids
-    and positions int64 [rows, tokens], segments of the tokens before, too. One row stands for all
-    where it is of what they begin with."""
+    """Tokens of the prompts that pass through the stages together, as in MicroBatch: input_ids and
+    positions int64 [rows, tokens], segments including earlier tokens. A common prefix has one row.
+    """
 
     input_ids: torch.Tensor
     positions: torch.Tensor | None
@@ -21,10 +21,13 @@ class PromptChunk(NamedTuple):
 
 
 class Prefix(NamedTuple):
-    """What all rows begin with. input_ids: int64 [1, tokens], without padding. padding: int64
-    [rows], the tokens of each row that are before it. places: how many of each row's tokens,
-    padding included, need no forward of their rows; of rows with more padding than others, the
-    last tokens of the prefix are beyond."""
+    """The common prefix of all rows.
+
+    input_ids: int64 [1, tokens], without padding. padding: int64 [rows], the number of padding
+    tokens before it in each row. places: the number of tokens per row, including padding, that need
+    no forward of their row. In rows with more padding than others, the last tokens of the prefix
+    are beyond it.
+    """
 
     input_ids: torch.Tensor
     padding: torch.Tensor
@@ -32,10 +35,10 @@ class Prefix(NamedTuple):
 
 
 def shared_prefix(input_ids: torch.Tensor, real: torch.Tensor | None) -> Prefix | None:
-    """Return the tokens that all rows begin with, without the last token of any; None where they
-    are too few, or there is one row.
+    """Return the common prefix of all rows, without the last token of any. None if it is too short,
+    or there is one row.
 
-    input_ids: int64 [rows, tokens]; real: which of them are not padding, bool, or None for all.
+    input_ids: int64 [rows, tokens]. real: which of them are not padding, bool, or None for all.
     """
     rows, tokens = input_ids.shape
     if rows < 2 or tokens <= SHARED:
@@ -58,7 +61,7 @@ def pieces_of(
     segments: torch.Tensor | None,
     prefix: Prefix | None,
 ) -> deque[PromptChunk]:
-    """Return the pieces of prompts, those of the prefix first. All are int64 [rows, tokens]."""
+    """Return the pieces of the prompts, those of the prefix first. All are int64 [rows, tokens]."""
     pieces, begin = deque(), 0
     if prefix is not None:
         begin = prefix.places
@@ -72,7 +75,7 @@ def pieces_of(
 
 
 def _ends(begin: int, end: int, rows: int) -> list[tuple[int, int]]:
-    """Return where pieces begin and end: about as many tokens each."""
+    """Return the start and end of pieces with about the same number of tokens."""
     most = max(1, min(PIECE, TOKENS // rows))
     count = -(-(end - begin) // most)
     size = -(-(end - begin) // count)

@@ -1,4 +1,4 @@
-"""The settings of generation: the names and meanings are transformers'."""
+"""The settings of generation, with the names and meanings of transformers."""
 
 import math
 from collections.abc import Callable
@@ -17,37 +17,45 @@ WHOLE_NUMBERS = (
     "top_k",
     "seed",
 )
-COLDEST = 1e-30  # temperature: scores divided by less may be more than float32 holds
-MOST_ROWS = 1 << 20  # of a prompt
+COLDEST = 1e-30  # temperature: scores divided by less may overflow float32
+MOST_ROWS = 1 << 20  # per prompt
 NUMBERS = ("temperature", "top_p", "repetition_penalty", "length_penalty")
 
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """How to generate.
+    """The settings of `model.generate`.
 
-    max_new_tokens, min_new_tokens: of each row, without its prompt; 20 and 0 by default.
-    max_length: instead of max_new_tokens, and with the prompt and its padding.
-    do_sample: draw tokens, instead of taking the likeliest; then temperature, top_k (0 or None:
-    all) and top_p apply, in this order.
-    repetition_penalty: divides the scores above 0, and multiplies those below, of the tokens that a
-    row has, its padding left out.
-    no_repeat_ngram_size: no row has the same n tokens in succession twice, its prompt included and
-    its padding left out. 0: no such rule. Where it would forbid all tokens, it does not hold.
-    num_beams: above 1 for beam search, with length_penalty, and early_stopping True, False or
-    "never".
-    num_return_sequences: so many rows of each prompt, one after the other: drawn independently, or
-    the best of num_beams.
-    eos_token_id: one id or several, of which each ends a row. pad_token_id: what comes after it; by
-    default the first of eos_token_id.
-    stop: strings; a row ends once its new text, by the tokenizer, has one of them.
-    halt: is called after each token, on the ranks of the last stage, which must agree: True ends
-    all rows.
-    seed: of the draws. A row's draws depend on it, on the prompt's number in the batch, and on
-    which of the prompt's rows it is.
+    Attributes:
+        max_new_tokens: maximum number of new tokens per row; default: 20.
+        max_length: maximum number of tokens with the prompt and its padding, instead of
+            max_new_tokens.
+        min_new_tokens: minimum number of new tokens per row.
+        do_sample: whether to sample tokens instead of taking the most likely ones. temperature,
+            top_k and top_p then apply, in this order.
+        temperature: divisor of the scores.
+        top_k: sample from this number of most likely tokens; 0 or None: all.
+        top_p: sample from the most likely tokens whose probabilities add up to this.
+        repetition_penalty: divides positive scores, and multiplies negative ones, of tokens that
+            are already in the row, without padding.
+        no_repeat_ngram_size: n: no n tokens occur twice in a row, including the prompt, without
+            padding; 0: off. It is ignored where it would forbid all tokens.
+        num_beams: number of beams; above 1: beam search.
+        num_return_sequences: number of rows per prompt, one after the other: independent samples,
+            or the best beams.
+        length_penalty: exponent of the length in beam search.
+        early_stopping: when beam search ends: True, False or "never".
+        eos_token_id: one id or several, each of which ends a row.
+        pad_token_id: token after the end of a row; default: the first of eos_token_id.
+        stop: strings; a row ends when its new text contains one of them. It needs the tokenizer.
+        tokenizer: the tokenizer, for stop.
+        halt: called after each token on the ranks of the last stage, which must agree: True ends
+            all rows.
+        seed: seed of the samples. The samples of a row depend on it, on the number of the prompt in
+            the batch, and on the number of the row among those of its prompt.
     """
 
-    max_new_tokens: int | Any = None  # an int, once `after` has said so
+    max_new_tokens: int | Any = None  # an int after `after`
     max_length: int | None = None
     min_new_tokens: int = 0
     do_sample: bool = False
@@ -60,23 +68,23 @@ class GenerationSettings:
     num_return_sequences: int = 1
     length_penalty: float = 1.0
     early_stopping: bool | str = False
-    eos_token_id: tuple[int, ...] | Any = None  # what is given becomes a tuple
+    eos_token_id: tuple[int, ...] | Any = None  # stored as a tuple
     pad_token_id: int | None = None
-    stop: tuple[str, ...] | Any = ()  # likewise
+    stop: tuple[str, ...] | Any = ()  # stored as a tuple
     tokenizer: Any = None
     halt: Callable[[], bool] | None = None
     seed: int = 0
 
     def __post_init__(self):
         if self.max_new_tokens is not None and self.max_length is not None:
-            raise UserError("max_new_tokens and max_length exclude each other: give one")
+            raise UserError("max_new_tokens and max_length exclude each other: use one of them")
         ends = () if self.eos_token_id is None else self.eos_token_id
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         self._set("eos_token_id", _ids("eos_token_id", ends))
         if self.pad_token_id is not None:
             _ids("pad_token_id", self.pad_token_id)
         if not all(isinstance(stop, str) for stop in stops):
-            raise UserError(f"stop {self.stop!r} is not a string, nor several")
+            raise UserError(f"stop must be a string or several strings, got {self.stop!r}")
         self._set("stop", tuple(stop for stop in stops if stop))
         self._set("top_k", self.top_k or 0)
         self._set("top_p", 1.0 if self.top_p is None else self.top_p)
@@ -96,13 +104,13 @@ class GenerationSettings:
                 raise UserError(f"{name} {value!r} is not a number")
 
     def _set(self, name: str, value) -> None:
-        """Set an attribute while this is made; afterwards it is frozen."""
+        """Set an attribute during construction; afterwards the object is frozen."""
         object.__setattr__(self, name, value)
 
     @classmethod
     def of(cls, given: dict, saved: dict) -> "GenerationSettings":
-        """Return the settings that are given, by name, with the ids of a generation_config.json for
-        those that are not. UserError for an unknown name."""
+        """Return settings from arguments; token ids that are not given come from `saved`, the
+        values of generation_config.json. UserError for an unknown name."""
         names = [f.name for f in fields(cls)]
         for name in given:
             if name not in names:
@@ -113,8 +121,8 @@ class GenerationSettings:
         return cls(**{**ids, **given})
 
     def after(self, prompt: int) -> "GenerationSettings":
-        """Return the settings with max_new_tokens in place of max_length, after a prompt of so many
-        tokens."""
+        """Return the settings with max_new_tokens instead of max_length, for a prompt of this
+        number of tokens."""
         if self.max_length is None:
             return self
         if self.max_length <= prompt:
@@ -149,7 +157,7 @@ class GenerationSettings:
                 "or num_beams of at least as many"
             )
         if self.stop and self.tokenizer is None:
-            raise UserError("stop needs the tokenizer, too")
+            raise UserError("stop also needs the argument tokenizer")
         for token in (*self.eos_token_id, self.padding):
             if not 0 <= token < vocab_size:
                 raise UserError(
@@ -166,18 +174,18 @@ class GenerationSettings:
 
     @property
     def rows_of_prompt(self) -> int:
-        """How many rows go on from each prompt: beams, or what is drawn."""
+        """The number of rows per prompt: beams, or samples."""
         return self.num_beams if self.num_beams > 1 else self.num_return_sequences
 
     @property
     def candidates(self) -> int:
-        """How many tokens of each beam are looked at: so many that, if all that end a row are among
-        the best, as many beams as before still go on."""
+        """The number of candidate tokens per beam: enough that, if all tokens that end a row are
+        among them, the number of beams stays the same."""
         return max(2, 1 + len(self.eos_token_id))
 
 
 def _ids(name: str, value) -> tuple[int, ...]:
-    """Return the ids of tokens that a setting names, one or several; UserError if they are none."""
+    """Return the token ids in a setting, one or several, as a tuple; UserError for other values."""
     try:
         ids = tuple(torch.as_tensor(value).flatten().tolist())
     except (TypeError, ValueError, RuntimeError):

@@ -1,14 +1,13 @@
-"""The order in which groups of rows go through a pipeline while generating, and what then travels
+"""The order in which groups of rows pass through a pipeline in generation, and the communication
 between the ranks.
 
-Time goes in ticks. In each one a rank takes at most one group through one of its stages. With pp
-ranks, group g comes to the first stage in tick g, and one stage further with every tick; after the
-last stage it begins anew at the first one, with the next piece of its prompts or, once they are
-through, with the tokens that were chosen for it. At the end of a tick the ranks that have computed
-send, one after the other.
+Time is divided into ticks. In each one a rank runs at most one group through one of its stages.
+With pp ranks, group g enters the first stage in tick g, and moves one stage further per tick. After
+the last stage it continues at the first one, with the next piece of its prompts, or afterwards with
+the chosen tokens. At the end of a tick, the ranks that have computed send, one after the other.
 
-This is one order of all transfers, in which every rank starts its own, so that ranks never wait
-for each other in a circle even if a send does not end before it is received.
+All ranks start their transfers in this one order, so they never wait for each other in a circle,
+even if a send blocks until it is received.
 """
 
 from collections import deque
@@ -24,10 +23,10 @@ from megazoo.parallel.p2p import start_receive, start_send
 
 @dataclass(frozen=True)
 class Turn:
-    """A group's way through one stage of a rank.
+    """The pass of a group through one stage of a rank.
 
-    forward: how many of the group's forwards came before, those of its prompts' pieces included.
-    stage: which of the rank's stages. group: its index.
+    forward: number of earlier forwards of the group, including pieces of its prompts. stage: index
+    among the stages of the rank. group: index of the group.
     """
 
     forward: int
@@ -36,8 +35,8 @@ class Turn:
 
 
 def turn_in(tick: int, pp_rank: int, groups: int, pp: int, virtual: int) -> Turn | None:
-    """Return what a pipeline rank computes in a tick, if anything, of so many groups, pp at most,
-    that never end."""
+    """Return what a pipeline rank computes in a tick, or None. groups: number of groups, at most
+    pp, which never end here."""
     rounds, group = divmod(tick - pp_rank, pp)
     if rounds < 0 or group >= groups:
         return None
@@ -45,23 +44,23 @@ def turn_in(tick: int, pp_rank: int, groups: int, pp: int, virtual: int) -> Turn
 
 
 class Traffic:
-    """What a rank sends and receives: activations to the next stage, and the choices of the last
-    one to all other ranks, as CPU tensors, which travel by gloo.
+    """The communication of a rank: activations to the next stage, and the choices of the last stage
+    to all other ranks, as CPU tensors over gloo.
 
-    streamer: is given the tokens of every choice.
+    streamer: gets the tokens of every choice.
     """
 
     def __init__(self, model: Any, groups: list[Group], streamer: Any = None):
         self.model, self.ctx, self.groups, self.streamer = model, model.ctx, groups, streamer
         self.last = self.ctx.placement.last_rank  # the pipeline rank that chooses
-        # By group: the tensor that will come, and the work to wait for.
+        # By group: the tensor to receive, and the work to wait for.
         self.activations: dict[int, tuple] = {}
         self.choices: dict[int, tuple] = {}
-        self.sent: deque = deque()  # (work, tensor), which lives until then
+        self.sent: deque = deque()  # (work, tensor): keeps the tensor until the work is done
 
     def turn_of(self, tick: int, pp_rank: int) -> Turn | None:
-        """Return what a rank computes in a tick: nothing once the group has ended. Lets the group
-        go on first, for which it waits for what was chosen before."""
+        """Return what a rank computes in a tick, or None after the group has ended. First, the
+        group continues with the last choice, for which the rank waits."""
         ctx = self.ctx
         turn = turn_in(tick, pp_rank, len(self.groups), ctx.pp_size, ctx.virtual_size)
         if turn is None:
@@ -75,19 +74,19 @@ class Traffic:
         return None if group.done else turn
 
     def is_last(self, turn: Turn, pp_rank: int) -> bool:
-        """Say whether a rank's turn is through the last stage, after which tokens are chosen, or a
-        piece of the prompts has no further way to go."""
+        """Return whether a turn of a rank is the last of a forward: tokens are then chosen, or a
+        piece of the prompts is done."""
         return pp_rank == self.last and turn.stage == self.ctx.virtual_size - 1
 
     def input_for(self, turn: Turn) -> torch.Tensor:
-        """Return what the stage before has sent: [rows, tokens, hidden size]."""
+        """Return the activations from the previous stage: [rows, tokens, hidden size]."""
         x, work = self.activations.pop(turn.group)
         work.wait()
         return x
 
     def end_tick(self, tick: int, turn: Turn | None, result: torch.Tensor | Choice | None) -> None:
-        """Send the result of this rank's turn, and begin to receive those that others send it.
-        result: a Choice, if the turn was the last stage's and tokens were chosen."""
+        """Send the result of this rank's turn, and start receiving the results for it. result: a
+        Choice, if the last stage has chosen tokens."""
         me = self.ctx.pp_rank
         before = (me - 1) % self.ctx.pp_size
         for source in sorted({before, me, self.last}):
@@ -97,19 +96,19 @@ class Traffic:
                 self._receive(source, self.turn_of(tick, source))
 
     def finish(self) -> None:
-        """Wait for what is still under way."""
+        """Wait for all unfinished transfers."""
         while self.sent:
             self._wait_for_oldest()
 
     def _take_choice(self, index: int) -> None:
-        """Give a group the tokens that were chosen for it."""
+        """Pass the chosen tokens to a group."""
         group = self.groups[index]
         choice = group.choice
         if self.ctx.pp_rank != self.last:
             message, work = self.choices.pop(index)
             work.wait()
             choice = Choice.of(message, group.beams, self.ctx.device)
-        assert choice  # this rank has made it, or received it
+        assert choice  # from this rank, or received
         if self.streamer is not None and not choice.broken:
             self.streamer.put(choice.tokens)
         group.take(choice)
@@ -137,7 +136,7 @@ class Traffic:
         self.sent.popleft()[0].wait()
 
     def _receive(self, source: int, turn: Turn | None) -> None:
-        """Begin to receive what a rank sends this one after its turn, if anything."""
+        """Start receiving what a rank sends to this one after its turn, if anything."""
         ctx = self.ctx
         if turn is None:
             return

@@ -1,9 +1,10 @@
-"""Layers that any model can be built from, in any module of your own.
+"""Parallel layers to build models from; they also work in custom modules.
 
-Each takes the ambient parallel context (`with ctx:`) or `ctx=`, and works as it is in a plain
-process.
+Each layer uses the parallel context of the enclosing `with ctx:` block, or the one passed as
+`ctx=`. Without a context it runs in a single process.
 
-A layer, custom ones included, declares what other parts of megazoo need to know of it: see `Layer`.
+A layer, including a custom one, declares the properties that other parts of megazoo need: see
+`Layer`.
 """
 
 from megazoo.layers.alibi import ALiBi, alibi_bias, alibi_slopes

@@ -1,5 +1,5 @@
-"""Attention with linear biases (Press et al. 2022): positions as a penalty that grows with the
-distance."""
+"""Attention with linear biases (ALiBi, Press et al. 2022): a penalty that grows with the distance
+encodes positions."""
 
 import math
 
@@ -12,9 +12,13 @@ from megazoo.parallel.context import ParallelContext, current_context
 def alibi_slopes(heads: int, bias_max: float = 8.0) -> torch.Tensor:
     """Return the slope of each head, fp32 [heads].
 
-    For a power of two of heads: the powers of 2^(-bias_max / heads), down to 2^-bias_max. For other
-    numbers, as llm-foundry has it: of the slopes for the next power of two every second one, then
-    the others, as many as there are heads.
+    If heads is a power of two, these are the powers of 2^(-bias_max / heads), down to 2^-bias_max.
+    Otherwise, as in llm-foundry, they are taken from the slopes for the next power of two: first
+    every second one, then the others.
+
+    Args:
+        heads: number of heads of the model.
+        bias_max: negative exponent of the smallest slope.
     """
     power = 2 ** math.ceil(math.log2(heads))
     slopes = 2.0 ** (-torch.arange(1, power + 1, dtype=torch.float32) * bias_max / power)
@@ -31,18 +35,23 @@ def alibi_bias(
     hidden: float = -torch.inf,
     position: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return slope x (key - query), and -inf for keys that come after the query: [heads, queries,
-    keys].
+    """Return slope x (key - query), with -inf for keys after the query: [heads, queries, keys].
 
-    slopes: fp32, those of the heads wanted. queries: how many of the last tokens look, of `keys` in
-    all. mask: where a query may look, bool [batch, 1, queries, keys], if that is less; the bias
-    then has a batch dimension, too. hidden: what stands in the place of -inf. position: int64 [1],
-    where the only query is, if it is not the last of the keys. Computed in fp32: bf16 can't count
-    above 256.
+    It is computed in fp32, because bf16 can't represent all integers above 256.
+
+    Args:
+        slopes: fp32 [heads], those of the heads to compute.
+        queries: number of queries, which are the last of the tokens.
+        keys: number of tokens.
+        dtype, device: of the result.
+        mask: where a query may attend, bool [batch, 1, queries, keys], if it is restricted further.
+            The result then also has a batch dimension.
+        hidden: the value instead of -inf.
+        position: int64 [1], the position of the only query, if it is not the last key.
     """
     positions = torch.arange(keys, device=device)
     looking = positions[keys - queries :] if position is None else position
-    # key - query, 0 or less where it may look
+    # key - query, at most 0 where the query may attend
     distance = positions[None, :] - looking[:, None]
     rows = () if mask is None else (len(mask),)
     bias = in_aligned_rows((*rows, len(slopes), queries, keys), dtype, device)
@@ -51,12 +60,16 @@ def alibi_bias(
 
 
 class ALiBi:
-    """The bias of some heads, which all layers and micro-batches share: the last one that was made
-    without a mask is kept, and under context parallelism those of this rank's two chunks. They are
-    no part of a state_dict, and copies of this object start without.
+    """Compute the bias for some heads, and cache it for all layers and micro-batches.
 
-    bias_max: as in alibi_slopes, for `total` heads. heads: those wanted. ctx: parallel context; the
-    ambient one by default.
+    The last bias without a mask is cached; under context parallelism, those of this rank's two
+    chunks. Biases are not in the state_dict, and copies of this object start without them.
+
+    Args:
+        total: number of heads of the model.
+        heads: indices of the heads to compute.
+        bias_max: see alibi_slopes.
+        ctx: parallel context; default: that of the enclosing `with ctx:` block.
     """
 
     def __init__(
@@ -70,7 +83,7 @@ class ALiBi:
         self.total, self.heads, self.bias_max = total, heads, bias_max
         self._most = 2 if (ctx or current_context()).cp_size > 1 else 1
         self._slopes: torch.Tensor | None = None
-        # by queries, keys, dtype, device and heads, the oldest first
+        # by queries, keys, dtype, device and heads, oldest first
         self._kept: dict[tuple, torch.Tensor] = {}
 
     def __call__(
@@ -83,21 +96,26 @@ class ALiBi:
         position: torch.Tensor | None = None,
         heads: range | None = None,
     ) -> torch.Tensor:
-        """Return the bias of alibi_bias. heads: some of those wanted; all by default."""
+        """Return the bias, as alibi_bias.
+
+        Args:
+            queries, keys, dtype, device, mask, position: see alibi_bias.
+            heads: a subset of the heads; default: all of them.
+        """
         what, heads = (queries, keys, dtype, device), self.heads if heads is None else heads
         if mask is None and position is None and (*what, heads) in self._kept:
             return self._kept[*what, heads]
-        # In the inference mode of generation it would be a tensor that training can't use.
+        # Training can't use a tensor from the inference mode of generation.
         with torch.inference_mode(False):
             if self._slopes is None or self._slopes.device != device:
                 self._slopes = alibi_slopes(self.total, self.bias_max).to(device)
             slopes = self._slopes[heads.start : heads.stop]
             if mask is not None or position is not None:
                 return alibi_bias(slopes, *what, mask, HIDDEN, position)
-            while len(self._kept) >= self._most:  # their memory, before the next one is made
+            while len(self._kept) >= self._most:  # free memory before the next one is computed
                 del self._kept[next(iter(self._kept))]
             bias = alibi_bias(slopes, *what, None, HIDDEN)
-        if device.type != "meta":  # there each micro-batch is measured with all that it needs
+        if device.type != "meta":  # on meta, every micro-batch is measured with the bias
             self._kept[*what, heads] = bias
         return bias
 

@@ -1,4 +1,4 @@
-"""Causal self-attention whose heads are cut over the tensor-parallel ranks."""
+"""Causal self-attention with the heads sharded over the tensor-parallel ranks."""
 
 from functools import partial
 
@@ -42,11 +42,12 @@ def takes_groups(
     mask: torch.Tensor | None,
     dropout: float,
 ) -> bool:
-    """Return whether one of torch's fast kernels takes fewer heads of keys than of queries.
+    """Return whether a fast kernel of torch supports fewer key heads than query heads (grouped
+    queries).
 
-    The CPU's does. On CUDA flash does, which is for half precision without a mask, and so does
-    cuDNN's where torch prefers it; the one that is left for all else does not, and torch would
-    choose the math kernel, which makes all scores.
+    The CPU kernel supports them. On CUDA, FlashAttention (half precision, no mask) and cuDNN (where
+    torch prefers it) support them. The memory-efficient kernel does not, and torch would then
+    choose the math kernel, which stores all scores.
     """
     if q.device.type != "cuda" or (mask is None and q.dtype in HALF):
         return True
@@ -59,33 +60,42 @@ def _has_fast_kernel(q, k, v, mask: torch.Tensor | None, dropout: float) -> bool
 
 
 class CausalSelfAttention(Layer):
-    """Multi-head causal self-attention: fused QKV, scaled dot product, output projection.
+    """Attend causally with several heads: fused QKV, scaled dot product, output projection.
+
+    The heads are sharded over tp as in QKVParallelLinear.
 
     Args:
-        hidden_size, heads, kv_heads, head_size: over all tp ranks; cut as in QKVParallelLinear.
-        dropout: probability on the attention weights.
-        scale: what the scores are multiplied by; head_size ** -0.5 by default.
-        soft_cap: a smooth bound of the scores, before the mask, if any: see soft_capped_attention,
-            which needs more memory than torch's kernels, and takes no mask that is Packed.
-        clip_qkv: bound on the absolute values of queries, keys and values, if any.
-        window: how many tokens a query looks at, itself included; all before it by default.
-        q_norm, k_norm: modules that normalise queries and keys before they are turned: [batch,
-            sequence, this rank's heads, head_size] -> the same. Heads differ between tp ranks:
-            RMSNorm(head_size, parallel=True) normalises each alone, HeadwiseLayerNorm all together.
-        bias: biases on both projections. output_bias: on the second one; as the first by default.
-        std, output_std: standard deviations of the initial weights of the two projections.
-        ctx: parallel context; the ambient one by default.
+        hidden_size: size of the last dimension of x.
+        heads: query heads over all tp ranks.
+        kv_heads: key and value heads over all tp ranks; default: heads.
+        head_size: features per head; default: hidden_size / heads.
+        dropout: dropout probability of the attention weights.
+        scale: factor of the scores; default: head_size ** -0.5.
+        soft_cap: smooth bound of the scores before the mask, or None. It needs more memory than the
+            kernels of torch (see soft_capped_attention) and does not support a Packed mask.
+        clip_qkv: bound on the absolute values of queries, keys and values, or None.
+        window: number of tokens that a query attends to, including itself; None: all tokens up to
+            itself.
+        q_norm, k_norm: modules that normalise queries and keys before the rotary embedding, [batch,
+            sequence, this rank's heads, head_size] -> the same shape. Because heads differ between
+            tp ranks, use RMSNorm(head_size, parallel=True), which normalises each head separately,
+            or HeadwiseLayerNorm, which normalises all heads together.
+        bias: whether both projections have biases.
+        output_bias: whether the output projection has a bias; default: bias.
+        std: standard deviation of the initial weights of the QKV projection.
+        output_std: standard deviation of the initial weights of the output projection.
+        ctx: parallel context; default: that of the enclosing `with ctx:` block.
 
-    Shapes: x [batch, sequence, hidden] -> [batch, sequence, hidden]. seed: for the dropout, as in
-    Dropout. rotary: cos and sin of Rotary, which turn the queries and keys. mask: of a shape that
-    expands to [batch, this rank's heads, sequence, sequence]; boolean, where a query may look (see
-    segment_mask), or added to the scores, -inf where it may not (see alibi_bias); or Packed, if
-    takes_packed; or MaskPerWindow, of which it takes its own. Without, a query looks at itself and
-    backwards. What is beyond the window is hidden, whatever the mask. Under context parallelism x
-    is this rank's part of the sequence (see SequenceCut), and the mask, if any, is MaskPerChunk.
-    cache: of the tokens before x, which x's are appended to.
-    Source: Vaswani et al. 2017; grouped queries: Ainslie et al. 2023; the cut by heads: Shoeybi et
-    al. 2019; normalised queries and keys: Henry et al. 2020; windows: Beltagy et al. 2020.
+    Raises:
+        UserError: The heads can't be split over tp or cp; window is below 1; soft_cap is not above
+            0; or q_norm or k_norm is replicated over tp (without parallel=True).
+
+    Example:
+        attention = CausalSelfAttention(768, heads=12, kv_heads=4, ctx=ctx)
+        y = attention(torch.randn(2, 128, 768))  # [2, 128, 768]
+
+    Source: Vaswani et al. 2017. Grouped queries: Ainslie et al. 2023. Sharding by heads: Shoeybi et
+    al. 2019. Normalised queries and keys: Henry et al. 2020. Windows: Beltagy et al. 2020.
     """
 
     context_parallel = kernel_masks = static_cache = True
@@ -117,14 +127,14 @@ class CausalSelfAttention(Layer):
         )
         check_heads(self._fewest_heads(), self.ctx)
         if window is not None and window < 1:
-            raise UserError(f"a window of {window} tokens has no place for the token itself")
+            raise UserError(f"window must be at least 1, got {window}")
         check_cap(soft_cap)
         self.scale, self.soft_cap = scale, soft_cap
         self.clip_qkv, self.window = clip_qkv, window
         self.q_norm, self.k_norm = q_norm, k_norm
         self._check_norms()
         self.dropout = Dropout(dropout, parallel=True, ctx=ctx)
-        # if True: keep queries, keys and values, and nothing else until the output projection
+        # if True: save only queries, keys and values up to the output projection
         self.recompute = False
         inputs, unit = heads * self.qkv.head_size, self.qkv.units[0]
         output_bias = bias if output_bias is None else output_bias
@@ -140,6 +150,22 @@ class CausalSelfAttention(Layer):
         mask: torch.Tensor | Packed | MaskPerChunk | MaskPerWindow | None = None,
         cache: KVCache | None = None,
     ) -> torch.Tensor:
+        """Return the attention output, [batch, sequence, hidden].
+
+        Args:
+            x: [batch, sequence, hidden]. Under sequence parallelism it is this rank's part of the
+                sequence, as in ColumnParallelLinear. Under context parallelism it is this rank's
+                part of the sequence, as in SequenceCut.
+            seed: seed of the dropout, as in Dropout.
+            rotary: cos and sin from Rotary, which rotate queries and keys.
+            mask: None: causal. Otherwise a tensor that expands to [batch, this rank's heads,
+                sequence, sequence]: boolean, True where a query may attend (see segment_mask), or
+                added to the scores, -inf where it may not (see alibi_bias). Also Packed, if
+                takes_packed returns True; or MaskPerWindow, which has one mask per window. Under
+                context parallelism, use None or MaskPerChunk. Tokens beyond the window are hidden
+                for every mask.
+            cache: keys and values of the tokens before x; those of x are appended.
+        """
         qkv = self.qkv.project(x)
         if self.clip_qkv:
             qkv = qkv.clamp(-self.clip_qkv, self.clip_qkv)
@@ -160,18 +186,19 @@ class CausalSelfAttention(Layer):
         return ", ".join(filter(None, [text, super().extra_repr()]))
 
     def _check_norms(self) -> None:
-        """Refuse norms whose gradients would miss what the heads of other tp ranks contribute."""
+        """Raise UserError for norms whose gradients would lack the contributions of other tp
+        ranks."""
         norms = [module for norm in (self.q_norm, self.k_norm) if norm for module in norm.modules()]
         for norm in norms:
             specs = norm.specs.values() if isinstance(norm, ShardedModule) else ()
             if self.ctx.tp_size > 1 and any(spec.shard is None for spec in specs):
                 raise UserError(
-                    "queries and keys differ between tp ranks: make q_norm and k_norm with "
-                    "parallel=True"
+                    "q_norm and k_norm must be created with parallel=True, because queries and "
+                    "keys differ between tp ranks"
                 )
 
     def _normalised(self, qkv: torch.Tensor) -> torch.Tensor:
-        """Return q, k and v, one after the other, the first two through their norms."""
+        """Normalise q and k in a tensor of q, k and v, which are concatenated."""
         size = self.qkv.head_size
         q, k, v = (
             rearrange(part, "batch seq (heads size) -> batch seq heads size", size=size)
@@ -191,8 +218,8 @@ class CausalSelfAttention(Layer):
         seed: int | None,
         cache: KVCache | None,
     ) -> torch.Tensor:
-        """Attend with q, k and v, one after the other: [batch, sequence, this rank's features of
-        them] -> [batch, sequence, this rank's features]."""
+        """Attend with concatenated q, k and v: [batch, sequence, this rank's features of all three]
+        -> [batch, sequence, this rank's features]."""
         q, k, v = split_heads(qkv, self.qkv.local_parts, self.qkv.head_size, rotary)
         given = mask.masks[self.window] if isinstance(mask, MaskPerWindow) else mask
         if cache is not None:
@@ -206,7 +233,7 @@ class CausalSelfAttention(Layer):
         return rearrange(y, "batch heads seq size -> batch seq (heads size)")
 
     def _attend_to_all(self, q, k, v, mask, dropout: float = 0.0) -> torch.Tensor:
-        """Return softmax(q k^T * scale + mask) v, over all ranks that have a part of the
+        """Return softmax(q k^T * scale + mask) v, over all ranks that hold a part of the
         sequence."""
         if self.ctx.cp_size == 1:
             return self._attend_here(q, k, v, mask, dropout)
@@ -226,18 +253,18 @@ class CausalSelfAttention(Layer):
             )
         elif not isinstance(mask, MaskPerChunk):
             raise UserError(
-                "under context parallelism a rank has a part of the sequence, and an attention "
-                "mask must say what it sees of all: make it by megazoo.models.masks.mask_of"
+                "under context parallelism, the attention mask must be a MaskPerChunk, which "
+                "covers the full sequence: create it with megazoo.models.masks.mask_of"
             )
         kernel = partial(self._attend_here, dropout=dropout)
         return attend_across_ranks(kernel, q, k, v, mask, ctx, keep=bool(self.recompute))
 
     def _within_window(self, mask, q, k) -> torch.Tensor | Packed | MaskPerChunk | None:
-        """Return the mask with all that is beyond the window hidden, too; a mask for queries that
-        are the last of more keys, if there is none.
+        """Return the mask with all tokens beyond the window hidden.
 
-        The kernel of a Packed mask hides it. A cache gives no keys to a single query that are
-        beyond.
+        Without a mask, but with fewer queries than keys, return a mask for queries that are the
+        last of the keys. A Packed mask is returned as it is, because its kernel applies the window.
+        For a single query, a cache returns no keys beyond the window.
         """
         queries, keys = q.shape[2], k.shape[2]
         window = self.window or keys
@@ -247,10 +274,10 @@ class CausalSelfAttention(Layer):
             return mask
         if isinstance(mask, MaskPerChunk):
             raise UserError(
-                f"a mask of chunks does not hide what is beyond a window of {self.window}: make it "
-                "by megazoo.models.masks.mask_of"
+                f"a MaskPerChunk does not hide the tokens beyond a window of {self.window}: create "
+                "the mask with megazoo.models.masks.mask_of"
             )
-        if keys <= window or self.ctx.cp_size > 1:  # which makes masks of the chunks
+        if keys <= window or self.ctx.cp_size > 1:  # masks_of_chunks applies the window
             return mask
         seen = window_mask(queries, keys, window, q.device)
         if mask is None:
@@ -260,7 +287,7 @@ class CausalSelfAttention(Layer):
         return mask.masked_fill(~seen, HIDDEN)
 
     def _attend_here(self, q, k, v, mask, dropout: float = 0.0) -> torch.Tensor:
-        """Return softmax(q k^T * scale + mask) v, of keys that are all on this rank."""
+        """Return softmax(q k^T * scale + mask) v for keys that are all on this rank."""
         if isinstance(mask, Packed):
             return self._attend_in_documents(q, k, v, mask)
         if isinstance(mask, Shifted):
@@ -269,8 +296,10 @@ class CausalSelfAttention(Layer):
         return self._scaled_dot_product(q, k, v, mask, dropout)
 
     def takes_packed(self, dtype: torch.dtype) -> bool:
-        """Return whether the mask may be Packed: only in half precision, without dropout or soft
-        cap, for heads of a multiple of 8 features, 256 at most, and on GPUs not older than Ampere.
+        """Return whether the mask may be Packed.
+
+        It requires half precision, no active dropout, no soft cap, and a head size that is a
+        multiple of 8 and at most 256. On CUDA it requires Ampere or newer.
         """
         size, device = self.qkv.head_size, self.qkv.weight.device
         if self.soft_cap is not None or self.dropout.active:
@@ -281,7 +310,7 @@ class CausalSelfAttention(Layer):
 
     @untraced
     def _attend_in_documents(self, q, k, v, packed: Packed) -> torch.Tensor:
-        """Return softmax(q k^T * scale) v of each document by itself, causal."""
+        """Return softmax(q k^T * scale) v, causal within each document."""
         rows = len(q)
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # [tokens, heads, size]
         y = varlen_attention(
@@ -301,7 +330,7 @@ class CausalSelfAttention(Layer):
         self, q, k, v, mask: torch.Tensor | None, dropout: float = 0.0
     ) -> torch.Tensor:
         """Return softmax(q k^T * scale + mask) v."""
-        if mask is not None:  # torch's fast kernels refuse masks of three dimensions
+        if mask is not None:  # the fast kernels of torch need masks of four dimensions
             mask = mask[(None,) * (4 - mask.dim())]
         if self.soft_cap is not None:
             return soft_capped_attention(q, k, v, mask, dropout, self.scale, self.soft_cap)
@@ -315,7 +344,7 @@ class CausalSelfAttention(Layer):
             k,
             v,
             attn_mask=mask,
-            # one query may look at all in the cache
+            # a single query may attend to all keys in the cache
             is_causal=mask is None and q.shape[2] == k.shape[2],
             dropout_p=dropout,
             scale=self.scale,
@@ -323,8 +352,10 @@ class CausalSelfAttention(Layer):
         )
 
     def _one_query(self, q, k, v, mask: torch.Tensor | None, dropout: float) -> torch.Tensor:
-        """Return softmax(q k^T * scale + mask) v of one query a head: those of a group, which look
-        at the same keys, are to the kernel several queries of one head. k and v stay as they are.
+        """Return softmax(q k^T * scale + mask) v for one query per head.
+
+        The query heads of a group attend to the same keys, so the kernel receives them as several
+        queries of one head. k and v are not copied.
         """
         cut = (k.shape[1], q.shape[1] // k.shape[1])
         if mask is not None:
@@ -341,13 +372,13 @@ class CausalSelfAttention(Layer):
             return self._attend_to_all(q, k, v, mask, self.dropout.probability)
 
     def _fewest_heads(self) -> int:
-        """Return how many query heads a tp rank has, or the one that has the fewest."""
+        """Return the smallest number of query heads on any tp rank."""
         shard, tp = self.qkv.shard, self.ctx.tp_size
         return min(shard.local_sizes(tp, rank)[0] for rank in range(tp)) // self.qkv.head_size
 
     @property
     def heads(self) -> range:
-        """The global indices of this rank's query heads."""
+        """The global indices of the query heads of this rank."""
         cut = self.qkv.shard.cuts(self.ctx.tp_size, self.ctx.tp_rank)[0]
         size = self.qkv.head_size
         return range(cut.global_start // size, (cut.global_start + cut.length) // size)

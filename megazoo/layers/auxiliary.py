@@ -1,4 +1,4 @@
-"""Auxiliary losses: what a layer adds to the loss of training, such as the balance of a router."""
+"""Auxiliary losses that a layer adds to the training loss, such as the load balance of a router."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -16,8 +16,8 @@ from megazoo.parallel.recompute import is_replaying
 class AuxiliaryLosses:
     """The auxiliary losses of one run of micro-batches.
 
-    names: those that layers of the model declare. labels, rows: the counts that means are over.
-    scale: the gradient of the run's loss; `set_scale` is called before backward.
+    names: those that layers of the model declare. labels, rows: the counts that the means are over.
+    scale: the gradient of the loss of the run; call `set_scale` before backward.
     """
 
     def __init__(self, names: Iterable[str], labels: torch.Tensor, rows: torch.Tensor):
@@ -30,21 +30,21 @@ class AuxiliaryLosses:
         """See `attach_loss`."""
         if name not in self.means:
             raise UserError(
-                f"a layer attaches the auxiliary loss {name!r}: its class must declare it, "
+                f"the auxiliary loss {name!r} is not declared: add to the class of the layer "
                 f"auxiliary_losses = ({name!r},)"
             )
         if over not in self.counts:
-            raise UserError(f"an auxiliary loss is a mean over {over!r}: use labels or rows")
+            raise UserError(f"an auxiliary loss can't be a mean over {over!r}: use labels or rows")
         if not is_replaying():
             self.means[name] += total.detach().double() / self.counts[over]
         return _Attached.apply(x, total, self, self.counts[over])
 
     def set_scale(self, scale: float | torch.Tensor) -> None:
-        """Set the gradient of the run's loss, before backward reaches the layers."""
+        """Set the gradient of the loss of the run, before backward reaches the layers."""
         self.scale = scale
 
     def reduced(self, axes: Iterable[Axis]) -> dict[str, torch.Tensor]:
-        """Return the means over all micro-batches and over the ranks of some axes, by their names:
+        """Return the means over all micro-batches and over the ranks of some axes, as {name: mean}:
         fp32, 0-dimensional, the same on every rank."""
         means = torch.stack(list(self.means.values()))
         all_reduce_over(means, axes)
@@ -67,7 +67,7 @@ _current: ContextVar[AuxiliaryLosses | None] = ContextVar("auxiliary losses", de
 
 @contextmanager
 def collecting(losses: AuxiliaryLosses | None) -> Iterator[None]:
-    """Within this block layers leave their auxiliary losses with `losses`."""
+    """Within this block, layers add their auxiliary losses to `losses`."""
     token = _current.set(losses)
     try:
         yield
@@ -79,22 +79,31 @@ def collecting(losses: AuxiliaryLosses | None) -> Iterator[None]:
 def attach_loss(
     x: torch.Tensor, name: str, total: torch.Tensor, *, over: str = "labels"
 ) -> torch.Tensor:
-    """Return x, whose backward is also that of an auxiliary loss of a layer.
+    """Return x, and add an auxiliary loss of a layer to the backward of x.
 
     Training then minimises the loss plus the mean of `total` over the global batch. `train_batch`
-    returns the loss without it; `model.engine.auxiliary_losses` and the metrics have the mean by
-    its name. Outside of training, x alone. Do not write into what is returned: it is a view of x.
+    returns the loss without it. `model.engine.auxiliary_losses` and the metrics contain the mean
+    under its name. Outside of training, x is returned. Otherwise the result is a view of x: do not
+    modify it in place.
 
     Args:
-        x: an activation on the way to the loss, of any shape.
-        name: which auxiliary loss; layers of a model that use the same name are added. The layer's
-            class declares it: auxiliary_losses = (name,).
-        total: 0-dimensional, fp32: its sum over what this rank has of the micro-batch, without
-            padding (`MicroBatch.is_token`), which layouts may add. Ranks that have the same tokens
-            (tp, without sequence parallelism) have the same total.
-        over: "labels", the mean is over labelled tokens, as the loss is; or "rows".
+        x: an activation on the path to the loss, of any shape.
+        name: name of the auxiliary loss. The losses of layers with the same name are added. The
+            class of the layer must declare it: auxiliary_losses = (name,).
+        total: 0-dimensional, fp32: the sum over this rank's tokens of the micro-batch, without
+            padding (`MicroBatch.is_token`). The sums of all ranks are added. Ranks with the same
+            tokens (tp, without sequence parallelism) must have the same total.
+        over: "labels": the mean is over labelled tokens, as for the loss; "rows": over the rows.
 
-    Errors: UserError for a name that is not declared, or another `over`.
+    Raises:
+        UserError: The name is not declared, or `over` has another value.
+
+    Example:
+        class Router(Layer):
+            auxiliary_losses = ("balance",)
+
+            def forward(self, x):
+                return attach_loss(x, "balance", self.imbalance(x))
     """
     losses = _current.get()
     return x if losses is None else losses.attach(x, name, total, over)

@@ -1,4 +1,5 @@
-"""The keys and values that generation keeps: a new token then takes the forward of one position."""
+"""The cache of keys and values for generation: with it, a new token needs a forward of one position
+only."""
 
 from collections.abc import Iterator
 
@@ -12,52 +13,58 @@ MaskOfLayer = torch.Tensor | Packed | MaskPerChunk | None
 
 
 class KVCache:
-    """Keys and values of the tokens so far: only of the attention layers, and heads, of this rank.
+    """Store keys and values of the tokens so far, for the attention layers and heads of this rank.
+
+    The memory of a layer, [keys and values, rows x copies, heads, slots, head_size], is allocated
+    once, in its first forward. It has `length` slots. A layer that declares a smaller `window` has
+    only `window` slots, and token t is in slot t % window. All layers of a forward extend the
+    cache, then `advance` counts the new tokens. Forwards of the prompt have `rows` rows, later ones
+    rows x copies.
 
     Args:
-        length: tokens at most.
-        copies: sequences that go on from each row after its prompt: the beams of a search, or the
-            answers that are drawn for it.
-        prompt: tokens that the copies share, which come in one forward or in several; by default
-            those of the first forward.
-        windows: whether layers with a window keep the tokens of their window alone, not all.
-
-    A layer's memory, [keys and values, rows x copies, heads, places, head_size], is allocated once,
-    by its first forward. It has `length` places; or, if the layer says in `window` that a query
-    looks at fewer tokens, so many, and token t is in place t % window. All layers of a forward
-    extend the cache, then `advance` counts its tokens. Forwards of the prompt have `rows` rows,
-    those after it rows x copies.
+        length: maximum number of tokens.
+        copies: number of sequences that continue each row after its prompt: beams, or samples.
+        prompt: number of tokens that the copies share, which may arrive in several forwards;
+            default: the tokens of the first forward.
+        windows: whether layers with a window store only the tokens in their window.
     """
 
     def __init__(self, length: int, copies: int = 1, *, prompt: int = 0, windows: bool = True):
         self.length, self.copies, self.prompt, self.windows = length, copies, prompt, windows
         self.used = 0  # tokens
         self.position: torch.Tensor | None = None  # of a StaticKVCache
-        self._kept: dict[nn.Module, torch.Tensor] = {}  # of each layer
+        self._kept: dict[nn.Module, torch.Tensor] = {}  # memory per layer
 
     @property
     def in_prompt(self) -> bool:
-        """Whether the next forward takes tokens of the prompt."""
+        """Whether the next forward has tokens of the prompt."""
         return self.used == 0 or self.used < self.prompt
 
     def keys(self, tokens: int) -> int:
-        """Return how many keys so many new tokens look at."""
+        """Return the number of keys that `tokens` new tokens attend to."""
         return self.used + tokens
 
     def extend(
         self, layer: nn.Module, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append a layer's k and v [rows, heads, new tokens, head_size], and return those of all
-        tokens so far.
+        """Append the keys and values of new tokens, and return those to attend to.
 
-        A layer that keeps a window alone gets, for one new token, what that looks at, in the order
-        of its places; for several, those and all that was kept before, in the order of the tokens.
+        A layer that stores only its window returns, for one new token, the tokens of the window, in
+        slot order. For several new tokens, it returns them and all tokens stored before, in token
+        order. Otherwise the result has all tokens so far.
+
+        Args:
+            layer: the attention layer.
+            k, v: [rows, heads, new tokens, head_size].
+
+        Returns:
+            The keys and the values, each [rows, heads, keys, head_size].
         """
         if self.used == 0:
             self._begin(layer, k, v)
             return k, v
         kept, new = self._kept[layer], k.shape[2]
-        of_rows = kept[:, :: kept.shape[1] // len(k)]  # the copies of a row have the same
+        of_rows = kept[:, :: kept.shape[1] // len(k)]  # copies of a row are equal
         if new == 1 or self.used + new <= kept.shape[3]:
             self._store(kept, k, v)
             keys, values = of_rows[:, :, :, : self.used + new]
@@ -67,23 +74,32 @@ class KVCache:
         return torch.cat([before[0], k], dim=2), torch.cat([before[1], v], dim=2)
 
     def hide(self, layer: nn.Module, mask: MaskOfLayer, like: torch.Tensor) -> MaskOfLayer:
-        """Return a layer's attention mask (see CausalSelfAttention), which is of all tokens, for
-        the keys of `extend`."""
+        """Return the mask for the keys that `extend` returns.
+
+        Args:
+            layer: the attention layer.
+            mask: its mask (see CausalSelfAttention) for all tokens.
+            like: a tensor with the dtype of additive masks.
+        """
         places, newest = self._kept[layer].shape[3], self.used
         if mask is None or newest == 0:
             return mask
-        assert isinstance(mask, torch.Tensor)  # documents are packed in one forward alone
+        assert isinstance(mask, torch.Tensor)  # masks are Packed only without earlier tokens
         if mask.shape[-1] <= places:
             return mask
-        if mask.shape[-1] > newest + 1:  # of several new tokens
+        if mask.shape[-1] > newest + 1:  # several new tokens
             return mask[..., max(newest - places, 0) :]
         return mask[..., _tokens_in(places, newest, mask.device)]
 
     def begin_with(self, prefix: "KVCache", padding: torch.Tensor, places: int) -> None:
-        """Give all rows the tokens of another cache, which has all of them, of one row.
+        """Start all rows with the tokens of another cache, which has one row and stores all its
+        tokens.
 
-        padding: int64 [rows], in how many places of a row the prefix is yet to begin: nobody may
-        look at these. places: how many are filled of each row; tokens that come after are left out.
+        Args:
+            prefix: the other cache.
+            padding: int64 [rows], the number of slots before the prefix in each row. The mask must
+                hide them.
+            places: number of slots to fill in each row; later tokens of the prefix are dropped.
         """
         token = torch.arange(places, device=padding.device) - padding[:, None]  # [rows, places]
         for layer, kept in prefix._kept.items():
@@ -97,19 +113,21 @@ class KVCache:
         self.used += tokens
 
     def reorder(self, sources: torch.Tensor) -> None:
-        """Let row i go on from row sources[i], which has the same prompt. int64 [rows x copies]."""
+        """Replace row i by row sources[i], which must have the same prompt. sources: int64 [rows x
+        copies]."""
         moved = (sources != torch.arange(len(sources), device=sources.device)).nonzero()[:, 0]
         for new in self._after_prompt() if len(moved) else ():
             new[:, moved] = new[:, sources[moved]]
 
     def _after_prompt(self) -> Iterator[torch.Tensor]:
-        """Yield of each layer the places of the tokens after the prompt, all places where those of
-        the prompt are among them: [keys and values, rows x copies, heads, places, head_size]."""
+        """Yield, per layer, the slots of the tokens after the prompt, or all slots if the two are
+        mixed: [keys and values, rows x copies, heads, slots, head_size]."""
         for kept in self._kept.values() if self.used > self.prompt else ():
             yield kept if self.used > kept.shape[3] else kept[:, :, :, self.prompt : self.used]
 
     def _begin(self, layer: nn.Module, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Keep the first tokens' keys and values, or the last ones of them, for all copies."""
+        """Allocate the memory of a layer and store the first tokens (or the last of them), for all
+        copies."""
         rows, heads, _, size = k.shape
         window = declared(layer, "window") if self.windows else None
         places = min(self.length, window or self.length)
@@ -118,11 +136,11 @@ class KVCache:
         self._store(kept, k, v)
 
     def _store(self, kept: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Put new keys and values, or the last ones of them, into their places, for all copies."""
+        """Write new keys and values (or the last of them) to their slots, for all copies."""
         places, tokens = kept.shape[3], k.shape[2]
         new = min(tokens, places)
         place = (self.used + tokens - new) % places
-        fitting = min(new, places - place)  # the others come round to the first places
+        fitting = min(new, places - place)  # the others wrap around to the first slots
         for own, part in zip(kept, (k, v), strict=True):
             of_copies, last = own.unflatten(0, (len(k), -1)), part[:, None, :, tokens - new :]
             of_copies[:, :, :, place : place + fitting] = last[:, :, :, :fitting]
@@ -130,7 +148,7 @@ class KVCache:
                 of_copies[:, :, :, : new - fitting] = last[:, :, :, fitting:]
 
     def _places_in_order(self, kept: torch.Tensor) -> torch.Tensor:
-        """Return the places of the tokens that are kept, the oldest first: int64 [tokens]."""
+        """Return the slots of the stored tokens, oldest first: int64 [tokens]."""
         places = kept.shape[3]
         oldest = max(self.used - places, 0)
         return torch.arange(oldest, self.used, device=kept.device) % places
@@ -140,12 +158,12 @@ class KVCache:
 
 
 class StaticKVCache(KVCache):
-    """A cache for steps of one token whose shapes and addresses stay the same: for GPUs, which then
-    replay a whole step as one CUDA graph.
+    """A cache with constant shapes and addresses for steps of one token, so that a GPU can replay a
+    whole step as one CUDA graph.
 
-    Same as: KVCache. Where a token goes is read from `position`, an int64 tensor [1] on `device`.
-    Attention looks at the places of a whole bucket, and a mask hides those that have no token yet.
-    Buckets have 64, 128, 256 ... places, so that there are few of them and each row is aligned.
+    Same as: KVCache. The slot of a token is read from `position`, an int64 tensor [1] on `device`.
+    Attention covers all slots of a bucket, and a mask hides the empty ones. Buckets have 64, 128,
+    256 ... slots, so there are few of them, and each row is aligned.
     """
 
     BUCKET = 64
@@ -155,12 +173,13 @@ class StaticKVCache(KVCache):
         super().__init__(-(-length // self.BUCKET) * self.BUCKET, copies, prompt=prompt)
         self.position = torch.zeros(1, dtype=torch.int64, device=device)
         self._numbers = torch.arange(self.length, device=device)
-        self._nothing: torch.Tensor | None = None  # a mask that hides no place: [1, 1, 1, length]
-        # for each number of places the newest mask, without and with the empty places hidden
+        self._nothing: torch.Tensor | None = None  # a mask that hides no slot: [1, 1, 1, length]
+        # by number of slots: the newest mask, without and with the empty slots hidden
         self._hidden: dict[int, tuple] = {}
 
     def keys(self, tokens: int) -> int:
-        """Return how many places so many new tokens look at: of the prompt its tokens alone."""
+        """Return the number of slots that `tokens` new tokens attend to (during the prompt: only
+        the prompt's own)."""
         if self.in_prompt:
             return super().keys(tokens)
         bucket = self.BUCKET
@@ -181,11 +200,14 @@ class StaticKVCache(KVCache):
         return keys, values
 
     def hide(self, layer: nn.Module, mask: MaskOfLayer, like: torch.Tensor) -> MaskOfLayer:
-        """Return the mask with HIDDEN where there is no token yet: made by the first layer of so
-        many places, and by later ones whose mask is another. like: a tensor of the mask's dtype."""
+        """Return the mask with HIDDEN at the empty slots.
+
+        The first layer with this number of slots computes it, and later layers with another mask.
+        like: a tensor with the dtype of the mask.
+        """
         if self.in_prompt:
             return super().hide(layer, mask, like)
-        assert mask is None or isinstance(mask, torch.Tensor)  # as there
+        assert mask is None or isinstance(mask, torch.Tensor)  # see KVCache.hide
         if layer is next(iter(self._kept)):
             self._hidden.clear()
         places = self._kept[layer].shape[3]
@@ -200,7 +222,7 @@ class StaticKVCache(KVCache):
         end = min(self.keys(1), places)
         tokens = self.position - (self.position - self._numbers[:end]) % places
         empty = tokens < 0
-        if mask is not None and mask.shape[-1] > end:  # what is beyond the window is not kept
+        if mask is not None and mask.shape[-1] > end:  # tokens beyond the window are not stored
             mask = mask[..., tokens.clamp(min=0)]
         if mask is not None and mask.dtype != torch.bool:
             return mask.masked_fill(empty, HIDDEN)
@@ -214,16 +236,18 @@ class StaticKVCache(KVCache):
         self.position += tokens
 
     def reorder(self, sources: torch.Tensor) -> None:
-        """Let row i go on from row sources[i]: every row is copied, so that nobody has to know
-        which."""
+        """Replace row i by row sources[i]. All rows are copied, so the host does not wait for the
+        indices."""
         for new in self._after_prompt():
             new.copy_(new.index_select(1, sources))
 
     def _allocate(self, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-        return like.new_zeros(shape)  # a NaN would not be hidden
+        return like.new_zeros(
+            shape
+        )  # uninitialised memory may have NaN, which a mask does not hide
 
 
 def _tokens_in(places: int, newest: int, device: torch.device) -> torch.Tensor:
-    """Return which token is in each place: int64 [places]. newest: the last one, places - 1 at
-    least."""
+    """Return the token in each slot: int64 [places]. newest: the newest token, places - 1 or
+    more."""
     return newest - (newest - torch.arange(places, device=device)) % places

@@ -1,4 +1,4 @@
-"""Sequence classification as transformers has it: which position is scored, and the loss."""
+"""Sequence classification as in transformers: the position that is scored, and the loss."""
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +15,8 @@ PROBLEMS = ("regression", "single_label_classification", "multi_label_classifica
 
 
 def last_tokens(input_ids: torch.Tensor, pad_token_id: int | None) -> torch.Tensor:
-    """Return the position of each row's last token that is not padding; 0 if all are. int64
-    [batch]."""
+    """Return the position of the last token of each row that is not padding, or 0 if all are
+    padding: int64 [batch]."""
     batch, sequence = input_ids.shape
     if pad_token_id is None:  # for one row only
         return torch.full((batch,), sequence - 1, device=input_ids.device)
@@ -25,7 +25,7 @@ def last_tokens(input_ids: torch.Tensor, pad_token_id: int | None) -> torch.Tens
 
 
 def check_labels(labels: torch.Tensor, batch: int, num_labels: int, problem: str | None) -> None:
-    """Raise UserError for labels that the problem can't have."""
+    """Raise UserError for labels that are not valid for the problem type."""
     kind = problem_of(labels, num_labels, problem)
     shapes: dict[str, list[tuple[int, ...]]] = {
         "single_label_classification": [(batch,)],
@@ -36,15 +36,17 @@ def check_labels(labels: torch.Tensor, batch: int, num_labels: int, problem: str
         shapes["regression"].append((batch,))
     if tuple(labels.shape) not in shapes[kind]:
         wanted = " or ".join(str(list(shape)) for shape in shapes[kind])
-        raise UserError(f"labels are of shape {list(labels.shape)}, not {wanted} for {kind}")
+        raise UserError(f"labels have the shape {list(labels.shape)}; {kind} needs {wanted}")
     if kind == "single_label_classification":
         wrong = (labels != IGNORE_INDEX) & ((labels < 0) | (labels >= num_labels))
         if not labels.is_cuda and bool(wrong.any()):
-            raise UserError(f"label {int(labels[wrong][0])} is outside the {num_labels} labels")
+            raise UserError(
+                f"label {int(labels[wrong][0])} is outside the range 0 to {num_labels - 1}"
+            )
 
 
 def problem_of(labels: torch.Tensor, num_labels: int, problem: str | None) -> str:
-    """Return the problem type: the config's, or else what the labels look like."""
+    """Return the problem type: that of the config, otherwise inferred from the labels."""
     if problem is not None:
         return problem
     if num_labels == 1:
@@ -57,8 +59,7 @@ def problem_of(labels: torch.Tensor, num_labels: int, problem: str | None) -> st
 
 
 def loss_sum(logits: torch.Tensor, labels: torch.Tensor, problem: str | None) -> torch.Tensor:
-    """Return the sum of what the loss is the mean of, in fp32: squared differences, or
-    cross-entropies."""
+    """Return the sum of the losses, in fp32: squared differences, or cross-entropies."""
     logits, kind = logits.float(), problem_of(labels, logits.shape[-1], problem)
     if kind == "single_label_classification":
         return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
@@ -68,15 +69,18 @@ def loss_sum(logits: torch.Tensor, labels: torch.Tensor, problem: str | None) ->
 
 
 class ClassificationHead(Layer):
-    """A score of each label from one position of each sequence; no bias; the same on every tp rank.
+    """Score the labels from one position of each sequence; no bias; replicated on every tp rank.
 
     Args:
-        hidden_size, num_labels: inputs and outputs.
+        hidden_size: size of the last dimension of x.
+        num_labels: number of labels.
         std: standard deviation of the initial weights.
-        ctx: parallel context; the ambient one by default.
+        ctx: parallel context; default: that of the enclosing `with ctx:` block.
 
-    Shapes: x [batch, sequence, hidden] (under context and sequence parallelism this rank's part of
-    it), positions int64 [batch], in the whole sequence -> [batch, num_labels].
+    Shapes:
+        x [batch, sequence, hidden], positions int64 [batch] -> [batch, num_labels]. Under context
+        and sequence parallelism x is this rank's part of the sequence; the positions are those in
+        the full sequence.
     """
 
     def __init__(

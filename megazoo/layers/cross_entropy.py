@@ -1,4 +1,4 @@
-"""Cross-entropy over a vocabulary that is cut over the tensor-parallel ranks."""
+"""Cross-entropy over a vocabulary that is sharded over the tensor-parallel ranks."""
 
 import torch
 import torch.distributed as dist
@@ -12,10 +12,10 @@ from megazoo.parallel.collectives import all_reduce
 from megazoo.parallel.context import ParallelContext, current_context
 from megazoo.parallel.regions import reduce_from_tensor_parallel
 
-IGNORE_INDEX = -100  # a target that carries no loss
+IGNORE_INDEX = -100  # a target without loss
 
-# Logits that linear_cross_entropy makes at once: few enough to save memory, and so many that adding
-# up the weight's gradient takes little beside the products.
+# Number of logits per piece in linear_cross_entropy: small enough to save memory, and large enough
+# that accumulating the gradient of the weight is cheap compared with the products.
 PIECE_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 27, "meta": 1 << 27}
 PIECE_ROWS = 256  # at least
 
@@ -30,16 +30,22 @@ def vocab_parallel_cross_entropy(
 ) -> torch.Tensor:
     """Return the loss of every token, in nats, without gathering the logits.
 
+    It is computed in fp32, with two small all-reduces in forward and none in backward.
+
     Args:
         logits: [tokens, this rank's part of the vocabulary], any floating dtype.
-        targets: int64 [tokens], global token ids, the same on every tp rank; IGNORE_INDEX carries
-            no loss.
+        targets: int64 [tokens], global token ids, the same on every tp rank. Targets of
+            IGNORE_INDEX (-100) have no loss.
         vocab_start: the token id of this rank's first column.
         terms: label smoothing and z-loss, if any.
-        ctx: parallel context; the ambient one by default.
+        ctx: parallel context; default: that of the enclosing `with ctx:` block.
 
-    Returns fp32 [tokens], the same on every rank, 0 where ignored. Computed in fp32. Two small
-    all-reduces forward, none backward.
+    Returns:
+        fp32 [tokens], the same on every rank, and 0 for ignored tokens.
+
+    Example:
+        losses = vocab_parallel_cross_entropy(head(x).flatten(0, -2), targets.flatten(), head.start)
+
     Source: Megatron-LM, Shoeybi et al. 2019, section 3.
     """
     columns, here, ignored = _columns_of(targets, vocab_start, logits.shape[-1])
@@ -55,12 +61,11 @@ def token_losses(
     ctx: ParallelContext,
     terms: LossTerms = PLAIN,
 ) -> torch.Tensor:
-    """Return -log(softmax(logits)[target]) of every token; columns, here and ignored as _columns_of
-    returns them.
+    """Return -log(softmax(logits)[target]) of every token.
 
-    That is log(sum(exp(logits - m))) - (logits[target] - m), where m is the greatest logit of all
-    ranks, the sum goes over all of them, and one rank has the target. With label smoothing the mean
-    of all logits stands for a share of the target's.
+    It is log(sum(exp(logits - m))) - (logits[target] - m), where m is the largest logit of all
+    ranks, the sum is over all ranks, and one rank has the target. With label smoothing, part of the
+    target logit is replaced by the mean of all logits. columns, here, ignored: from _columns_of.
     """
     logits = logits.float()
     peak = logits.detach().amax(dim=-1)
@@ -89,21 +94,26 @@ def linear_cross_entropy(
     terms: LossTerms = PLAIN,
     ctx: ParallelContext | None = None,
 ) -> torch.Tensor:
-    """Return the sum of vocab_parallel_cross_entropy(soft_capped(x W^T), targets), of logits that
-    never exist together.
+    """Return the sum of vocab_parallel_cross_entropy(soft_capped(x W^T), targets), without storing
+    all logits at the same time.
 
     Args:
-        x: [tokens, hidden], the same on every tp rank; its gradient is this rank's part of a sum
-            over them.
+        x: [tokens, hidden], the same on every tp rank. Its gradient is a partial sum over tp.
         weight: [this rank's part of the vocabulary, hidden].
-        targets, vocab_start, terms, ctx: as there. soft_cap: of the logits, if any.
-        rows: the tokens whose logits are made at once, the same on every tp rank.
-        factor: what the sum's gradient will be, 0-dimensional fp32: x's and the weight's are
-            computed with it while the logits are there. (If it is another one, they are scaled; 0
-            can't be.) None: no gradients.
+        targets: int64 [tokens], global token ids; IGNORE_INDEX (-100) has no loss.
+        vocab_start: the token id of the first row of the weight.
+        rows: number of tokens per piece, the same on every tp rank.
+        factor: the expected gradient of the sum, 0-dimensional fp32, not 0. The gradients of x and
+            of the weight are computed with it in forward, and scaled in backward if the gradient
+            differs. None: no gradients.
+        soft_cap: smooth bound of the logits, or None.
+        terms: label smoothing and z-loss, if any.
+        ctx: parallel context; default: that of the enclosing `with ctx:` block.
 
-    Returns fp32, 0-dimensional, the same on every rank. With a factor the gradients' memory is
-    taken until backward, which may come once.
+    Returns:
+        fp32, 0-dimensional, the same on every rank. With a factor, the gradients stay in memory
+        until backward, which may run once.
+
     Source: Hsu et al. 2024 (Liger Kernel), over tensor-parallel ranks.
     """
     columns, here, ignored = _columns_of(targets, vocab_start, len(weight))
@@ -124,23 +134,23 @@ def summed_losses(
     soft_cap: float | None = None,
     terms: LossTerms = PLAIN,
 ) -> torch.Tensor:
-    """Return the sum of token_losses(soft_capped(x W^T)). rows, factor: for the twin alone, see
-    linear_cross_entropy."""
+    """Return the sum of token_losses(soft_capped(x W^T)). rows, factor: used only by the fused
+    version, see linear_cross_entropy."""
     logits = soft_capped(F.linear(x, weight), soft_cap)
     return token_losses(logits, columns, here, ignored, ctx, terms).sum()
 
 
 def piece_rows(device: torch.device, vocab_rows: int) -> int:
-    """Return the tokens whose logits, of so much of the vocabulary, linear_cross_entropy should
-    make at once."""
+    """Return the number of tokens per piece in linear_cross_entropy, for this number of vocabulary
+    rows."""
     return max(PIECE_ROWS, PIECE_ELEMENTS[device.type] // vocab_rows)
 
 
 def _columns_of(
     targets: torch.Tensor, start: int, columns: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return of each token the target's column in this rank's logits, 0 where it is not there;
-    whether it is there; and whether the token is ignored: all [tokens]."""
+    """Return three [tokens] tensors: the column of each target in this rank's logits (0 if it is on
+    another rank), whether it is on this rank, and whether the token is ignored."""
     local, ignored = targets - start, targets == IGNORE_INDEX
     here = (local >= 0) & (local < columns) & ~ignored
     return local.masked_fill(~here, 0), here, ignored

@@ -1,4 +1,4 @@
-"""Dropout whose mask is a function of what it is for, not of a generator's state."""
+"""Dropout whose mask is a function of the seed, layer and rank, not of the state of a generator."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -19,8 +19,8 @@ _seed: ContextVar[int | None] = ContextVar("seed of the micro-batch", default=No
 
 @contextmanager
 def dropout_seed(seed: int | None) -> Iterator[None]:
-    """Within this block a Dropout that is given no seed takes this one: the micro-batch's, for
-    layers deep inside a block, which nobody hands it to."""
+    """Within this block, this is the seed of a Dropout that is called without one. It is the seed
+    of the micro-batch, for layers inside a block that can't pass it on."""
     token = _seed.set(seed)
     try:
         yield
@@ -30,8 +30,8 @@ def dropout_seed(seed: int | None) -> Iterator[None]:
 
 @contextmanager
 def without_dropout(model: nn.Module) -> Iterator[None]:
-    """Within this block every module of a model is in evaluation mode; afterwards each is as it
-    was."""
+    """Within this block, all modules of a model are in evaluation mode; afterwards each returns to
+    its previous mode."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -42,22 +42,22 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
 
 
 class Dropout(Layer):
-    """Dropout whose mask follows from the micro-batch's seed, the layer's name and, inside
-    tensor-parallel regions, the tp rank.
+    """Drop elements with a mask that depends only on the micro-batch's seed, the layer's name and,
+    inside tensor-parallel regions, the tp rank.
 
-    Nothing has to be saved to draw the same mask again, for a recomputation or after a resume.
+    So a recomputation or a resumed run draws the same mask without saved state.
 
     Args:
-        probability: of zeroing an element, in [0, 1).
-        parallel: x differs between tp ranks, so must the masks; else all tp ranks draw the same
-            mask.
-        ctx: parallel context; the ambient one by default.
+        probability: probability of zeroing an element, in [0, 1).
+        parallel: whether x differs between tp ranks, so that the masks must also differ. Otherwise
+            all tp ranks draw the same mask.
+        ctx: parallel context; default: that of the enclosing `with ctx:` block.
 
-    `site` names the layer and is set by the model when it is built: no two layers may share it.
-    Shapes: x of any shape -> the same shape. seed: the micro-batch's; None takes that of
-    `dropout_seed`, within which a model's layers run. Outside of it (a layer in a module of your
-    own) one is taken from torch's default generator, the same on all tp ranks if they were seeded
-    alike.
+    Shapes:
+        Any shape -> the same shape.
+
+    `site` is the name of the layer. The model sets it when it is built; two layers must not have
+    the same one.
     """
 
     shown = ("probability",)
@@ -68,7 +68,7 @@ class Dropout(Layer):
     ):
         super().__init__(ctx)
         self.probability = probability
-        # either way each rank has an x of its own
+        # in both cases x differs between ranks
         self.parallel = parallel or self.ctx.sequence_parallel
         self.site = ""
 
@@ -77,7 +77,7 @@ class Dropout(Layer):
         return self.training and self.probability > 0
 
     def draw(self, seed: int | None, device: torch.device) -> AbstractContextManager[None]:
-        """Return a block in which torch's default generator draws for this site. seed: as in
+        """Return a block in which the default generator of torch draws for this site. seed: as in
         forward."""
         if seed is None:
             seed = _seed.get()
@@ -85,13 +85,23 @@ class Dropout(Layer):
             seed = int(torch.randint(1 << 62, ()))
         elif not self.site:
             raise UserError(
-                "a Dropout that is given a seed needs a site, or all such layers would draw alike"
+                "a Dropout that is called with a seed needs a site, or all such layers would draw "
+                "the same mask: set its attribute site to a unique name"
             )
         return seeded(
             derive_seed(seed, self.site, self.ctx.tp_rank if self.parallel else "all"), device
         )
 
     def forward(self, x: torch.Tensor, seed: int | None = None) -> torch.Tensor:
+        """Return x with dropped elements in training mode, otherwise x.
+
+        Args:
+            x: any shape.
+            seed: seed of the micro-batch. None: that of the enclosing `dropout_seed` block, in
+                which the layers of a model run. Outside of such a block (a layer in a custom
+                module), a seed is drawn from the default generator of torch: seed it equally on all
+                tp ranks.
+        """
         return self._dropped(x, seed) if self.active else x
 
     @untraced

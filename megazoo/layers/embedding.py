@@ -1,5 +1,5 @@
-"""Embeddings and output heads with the vocabulary cut over the tensor-parallel ranks, and learned
-positions."""
+"""Token embeddings and output heads, sharded by vocabulary over the tensor-parallel ranks, and
+learned positions."""
 
 import torch
 import torch.nn.functional as F
@@ -21,11 +21,14 @@ from megazoo.parallel.shard import ParameterSpec, Shard
 
 
 class _VocabParallel(Layer):
-    """A [vocabulary, hidden] matrix whose rows are cut over tp: this rank holds the tokens from
-    `start` to `start + rows`. tied_to: a module that has the matrix, if this one has none.
+    """A [vocabulary, hidden] matrix whose rows are sharded over tp.
 
-    tp need not divide the vocabulary: the first ranks hold one token more. There is no padding, so
-    none has to be masked in the loss, kept out of sampling, or stripped from a checkpoint.
+    This rank holds the tokens from `start` to `start + rows`. tied_to: a module that has the
+    matrix, if this one has none.
+
+    tp need not divide the vocabulary: the first ranks hold one more token. The vocabulary is not
+    padded, so no padding has to be masked in the loss, excluded from sampling, or removed from a
+    checkpoint.
     """
 
     weight: nn.Parameter
@@ -41,7 +44,7 @@ class _VocabParallel(Layer):
         super().__init__(ctx)
         tp_size, tp_rank = self.ctx.tp_size, self.ctx.tp_rank
         if vocab_size < tp_size:
-            raise UserError(f"a vocabulary of {vocab_size} can't be cut over tp {tp_size}")
+            raise UserError(f"a vocabulary of {vocab_size} tokens can't be split over tp {tp_size}")
         shard = Shard(0, (vocab_size,))
         self._tied_to = (tied_to,)  # in a tuple: torch would register it, and its weight, again
         if tied_to is None:
@@ -55,7 +58,7 @@ class _VocabParallel(Layer):
 
     @property
     def owner(self) -> "_VocabParallel":
-        """The module whose parameter the matrix is: this one, or what it is tied to."""
+        """The module that has the parameter: this one, or the one that it is tied to."""
         (tied_to,) = self._tied_to
         return self if tied_to is None else tied_to
 
@@ -65,28 +68,41 @@ class _VocabParallel(Layer):
         return self.owner.weight
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """Return this rank's logits, of tokens from `start` on: [..., hidden] -> [..., rows]."""
+        """Return this rank's logits, which start at token `start`: [..., hidden] -> [..., rows]."""
         return linear(x, self.matrix, entering=self.ctx, queue=self.weight_queue, align=True)
 
     def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """Gather all ranks' logits: [..., rows] -> [..., vocab_size], the same on every rank."""
+        """Gather the logits of all ranks: [..., rows] -> [..., vocab_size], the same on every
+        rank."""
         return gather_from_tensor_parallel(logits, self.ctx, self.sizes)
 
 
 class VocabParallelEmbedding(_VocabParallel):
-    """Token embedding with the vocabulary cut over tp. A tied head uses the same matrix: see
-    VocabParallelHead.
+    """Embed tokens, with the vocabulary sharded over tp.
+
+    This rank holds the embeddings of the tokens from `start` to `start + rows`; its weight is
+    [rows, hidden_size]. A tied head uses the same matrix: see VocabParallelHead.
 
     Args:
-        vocab_size: true size of the vocabulary; need not divide by tp.
+        vocab_size: size of the vocabulary, without padding; tp need not divide it.
         hidden_size: size of an embedding, the same on every rank.
         std: standard deviation of the initial weights.
-        ctx: parallel context; the ambient one by default.
+        ctx: parallel context; default: that of the enclosing `with ctx:` block.
 
-    Shapes: int64 [..., sequence] -> [..., sequence, hidden_size]; under sequence parallelism this
-    rank's part of it.
-    Errors: token ids outside [0, vocab_size) raise IndexError when tp is 1; with more ranks they
-    embed to zero.
+    Shapes:
+        int64 [..., sequence] -> [..., sequence, hidden_size]. Under sequence parallelism the output
+        is this rank's part of the sequence, [..., sequence / tp, hidden_size].
+
+    Raises:
+        UserError: The vocabulary is smaller than tp.
+        IndexError: In forward with tp 1: a token id is outside [0, vocab_size). With tp 2 or more,
+            such ids give zeros.
+
+    Example:
+        embedding = VocabParallelEmbedding(50257, 768, ctx=ctx)
+        head = VocabParallelHead(50257, 768, embedding=embedding, ctx=ctx)
+        logits = head.gather_logits(head(embedding(ids)))  # [..., sequence, 50257]
+
     Source: Megatron-LM, Shoeybi et al. 2019, section 3.
     """
 
@@ -101,6 +117,7 @@ class VocabParallelEmbedding(_VocabParallel):
         super().__init__(vocab_size, hidden_size, std, ctx)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings of int64 token ids (shapes: see the class)."""
         if self.ctx.tp_size == 1:
             return F.embedding(token_ids, self.weight)
         local = token_ids - self.start
@@ -112,12 +129,23 @@ class VocabParallelEmbedding(_VocabParallel):
 
 
 class VocabParallelHead(_VocabParallel):
-    """Output head, no bias: [..., hidden_size] -> this rank's logits (see `gather_logits`).
+    """Compute logits, with the vocabulary sharded over tp; without a bias.
 
-    Args and cut as in VocabParallelEmbedding, and:
-        embedding: the token embedding, if the head is tied to it: then its matrix makes the logits,
-            and the head has no parameter.
-        soft_cap: a smooth bound of the logits, if any: see `soft_capped`.
+    Args:
+        vocab_size: size of the vocabulary, without padding; tp need not divide it.
+        hidden_size: size of the last dimension of x.
+        embedding: the token embedding, if the head is tied to it. The head then uses its matrix and
+            has no parameter.
+        soft_cap: smooth bound of the logits, or None: see `soft_capped`.
+        std: standard deviation of the initial weights.
+        ctx: parallel context; default: that of the enclosing `with ctx:` block.
+
+    Shapes:
+        [..., hidden_size] -> [..., rows], the logits of this rank's tokens (`start` to `start +
+        rows`). `gather_logits` returns those of all tokens.
+
+    Raises:
+        UserError: The vocabulary is smaller than tp, or soft_cap is not above 0.
     """
 
     def __init__(
@@ -138,7 +166,7 @@ class VocabParallelHead(_VocabParallel):
         return self.logits(x)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """Return this rank's logits, of tokens from `start` on: [..., hidden] -> [..., rows]."""
+        """Return this rank's logits, which start at token `start`: [..., hidden] -> [..., rows]."""
         return soft_capped(super().logits(x), self.soft_cap)
 
     def loss_in_pieces(
@@ -148,7 +176,7 @@ class VocabParallelHead(_VocabParallel):
         factor: torch.Tensor | None,
         terms: LossTerms = PLAIN,
     ) -> torch.Tensor:
-        """Return the sum of the losses of `logits(x)`, which are made a few tokens at a time: see
+        """Return the sum of the losses of `logits(x)`, computed for a few tokens at a time: see
         linear_cross_entropy."""
         x = enter_tensor_parallel(x, self.ctx).flatten(0, -2)
         return linear_cross_entropy(
@@ -164,24 +192,31 @@ class VocabParallelHead(_VocabParallel):
         )
 
     def pieces_save_memory(self, tokens: int, differentiated: bool) -> bool:
-        """Return whether loss_in_pieces takes less memory than all logits of so many tokens.
+        """Return whether loss_in_pieces needs less memory than the logits of this number of tokens.
 
-        differentiated: beside the logits there would be their gradient; in its place loss_in_pieces
-        keeps the weight's, in fp32.
+        differentiated: whether there is a backward. It would need the gradient of the logits;
+        instead, loss_in_pieces stores the gradient of the weight in fp32.
         """
         return tokens >= 2 * (self.tokens_at_once + (self.matrix.shape[1] if differentiated else 0))
 
     @property
     def tokens_at_once(self) -> int:
-        """The tokens whose logits loss_in_pieces makes at once, the same on every tp rank."""
+        """The number of tokens per piece in loss_in_pieces, the same on every tp rank."""
         return piece_rows(self.matrix.device, self.sizes[0])
 
 
 class PositionEmbedding(Layer):
-    """Learned absolute positions, the same on every tp rank.
+    """Embed positions with learned vectors, replicated on every tp rank.
 
-    Shapes: int64 positions [..., sequence] -> [..., sequence, hidden]; under sequence parallelism
-    this rank's part.
+    Args:
+        max_positions: number of positions.
+        hidden_size: size of an embedding.
+        std: standard deviation of the initial weights.
+        ctx: parallel context; default: that of the enclosing `with ctx:` block.
+
+    Shapes:
+        int64 positions [..., sequence] -> [..., sequence, hidden_size]. Under sequence parallelism
+        the output is this rank's part of the sequence.
     """
 
     def __init__(

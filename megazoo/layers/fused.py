@@ -1,8 +1,8 @@
-"""The memory-saving twins of the layers' plain formulas.
+"""Memory-saving fused versions of the plain formulas of the layers.
 
-A twin computes what its formula computes ("Same as") and keeps less of it for backward, or writes
-it where it will be needed. tests/unit/layers/test_fused.py compares the two, values and gradients.
-The twins of linear layers stand in matmul.py, those of the cross-entropies in
+A fused version computes the same as its formula ("Same as"). It saves less for backward, or writes
+results directly to where they are needed. tests/unit/layers/test_fused.py compares values and
+gradients. Those of linear layers are in matmul.py, those of the cross-entropies in
 fused_cross_entropy.py.
 """
 
@@ -18,10 +18,10 @@ CosAndSin = tuple[torch.Tensor, torch.Tensor]
 
 
 def replaced_by(twin: Callable) -> Callable[[Callable], Callable]:
-    """Decorate a plain formula, which is there to be read and for torch.compile: calls run `twin`
-    in its place, which computes the same and keeps less for backward.
+    """Decorate a plain formula so that calls run `twin`, which computes the same and saves less for
+    backward.
 
-    Under torch.compile the formula itself runs, and the compiler decides what is kept.
+    Under torch.compile the formula runs, and the compiler decides what is saved.
     """
 
     def decorate(formula: Callable) -> Callable:
@@ -39,11 +39,11 @@ def replaced_by(twin: Callable) -> Callable[[Callable], Callable]:
 def split_heads(
     qkv: torch.Tensor, parts: Sequence[int], head_size: int, rotary: CosAndSin | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Split q, k and v and turn q and k, keeping nothing but the cos and sin.
+    """Split q, k and v and rotate q and k, saving only the cos and sin.
 
     Same as: qkv.split_heads.
 
-    The three gradients are written into one tensor, where autograd would make three and join them.
+    The three gradients are written into one tensor; autograd would concatenate three.
     """
     if rotary is None and not torch.is_grad_enabled():
         q, k, v = _views_of_heads(qkv, parts, head_size)
@@ -83,7 +83,7 @@ def _views_of_heads(
 
 
 def _copy_heads(sources, targets, cos: torch.Tensor | None, sin: torch.Tensor | None) -> None:
-    """Copy q, k and v to where the targets are, turning q and k by cos and sin, if given."""
+    """Copy q, k and v to the targets; rotate q and k if there are cos and sin."""
     for name, source, target in zip("qkv", sources, targets, strict=True):
         if cos is None or sin is None or name == "v":
             target.copy_(source)
@@ -92,7 +92,7 @@ def _copy_heads(sources, targets, cos: torch.Tensor | None, sin: torch.Tensor | 
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn x by cos and sin, keeping those two alone: backward turns the gradient back.
+    """Rotate x by cos and sin, saving only those two: backward rotates the gradient back.
 
     Same as: rotary.rotate.
     """
@@ -112,13 +112,14 @@ class _Rotate(torch.autograd.Function):
 
 
 def _over_heads(cos: torch.Tensor, sin: torch.Tensor) -> CosAndSin:
-    """Give [batch, sequence, head_size] a dimension for the heads; [sequence, head_size] fits."""
+    """Add a dimension for the heads to [batch, sequence, head_size]; [sequence, head_size]
+    broadcasts."""
     return (cos[:, None], sin[:, None]) if cos.dim() == 3 else (cos, sin)
 
 
 def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Write x, its first features turned by cos and sin, to `out`. Both expand to the shape of what
-    is turned, and each has two equal halves."""
+    """Write x to `out`, with its first features rotated by cos and sin. Both expand to the shape of
+    the rotated features, and each has two equal halves."""
     size = cos.shape[-1]
     half = size // 2
     first, second, rest = x.tensor_split([half, size], dim=-1)
@@ -130,7 +131,7 @@ def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tens
 
 
 def gated(inner: torch.Tensor, activation: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Multiply activation(gate) by up, keeping `inner` alone, which both are parts of.
+    """Multiply activation(gate) by up, saving only `inner`, which has both.
 
     Same as: mlp.gated.
     """
@@ -144,7 +145,7 @@ class _Gated(torch.autograd.Function):
         ctx.save_for_backward(inner)
         gate, up = inner.chunk(2, dim=-1)
         activated = activation(gate)
-        if shares_storage(activated, inner):  # the identity's
+        if shares_storage(activated, inner):  # the activation is the identity
             return activated * up
         return activated.mul_(up)
 
@@ -166,11 +167,12 @@ class _Gated(torch.autograd.Function):
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Normalise x, keeping x and one number a row, and not what it is normalised to.
+    """Normalise x, saving x and one number per row, not the normalised x.
 
-    Same as: norm.rms_norm, but on CUDA. There torch has a kernel for it that reads and writes each
-    number once. It rounds to x's dtype once, after the weight, where the formula rounds before it,
-    too: of bfloat16's results a quarter differ, by the last bit, and the kernel's are the nearer.
+    Same as: norm.rms_norm, except on CUDA, where a kernel of torch reads and writes each element
+    once. It rounds to the dtype of x once, after the weight; the formula also rounds before it. In
+    bfloat16 a quarter of the results differ in the last bit, and those of the kernel are more
+    accurate.
     """
     if x.is_cuda and x.dtype == weight.dtype:
         return F.rms_norm(x, weight.shape, weight, eps)

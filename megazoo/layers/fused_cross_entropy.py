@@ -1,4 +1,4 @@
-"""The memory-saving twins of the cross-entropies: see fused.py and cross_entropy.py."""
+"""Memory-saving fused versions of the cross-entropies: see fused.py and cross_entropy.py."""
 
 from collections.abc import Callable
 
@@ -14,8 +14,8 @@ from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.cpu.products import product_dtype
 from megazoo.parallel.deferred import add_product
 
-# Elements of fp32 scratch: on a CPU 1 MB, which stays in a core's cache; elsewhere 64 MB, which is
-# worth a launch.
+# Elements of fp32 scratch: 1 MB on a CPU, which fits in the cache of a core; 64 MB elsewhere, which
+# is worth a kernel launch.
 CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 24, "meta": 1 << 24}
 
 
@@ -27,8 +27,7 @@ def token_losses(
     ctx: ParallelContext,
     terms: LossTerms = PLAIN,
 ) -> torch.Tensor:
-    """Compute the loss of every token, a chunk of tokens at a time: a copy of all the logits in
-    fp32 never exists.
+    """Compute the loss of every token in chunks of tokens, without an fp32 copy of all logits.
 
     Same as: cross_entropy.token_losses.
     """
@@ -75,9 +74,11 @@ def _to_gradient(
     log_normaliser: torch.Tensor,
     terms: LossTerms,
 ) -> None:
-    """Turn weights x softmax(logits) into weights x the gradient of the losses, in place: softmax
-    (1 + 2 z log(sum(exp(logits)))) - (1 - s) one_hot(target) - s / vocabulary, for label smoothing
-    s and z-loss z. weights: fp32 [tokens]."""
+    """Convert weights x softmax(logits) to weights x the gradient of the losses, in place.
+
+    The gradient is softmax (1 + 2 z log(sum(exp(logits)))) - (1 - s) one_hot(target) - s /
+    vocabulary, for label smoothing s and z-loss z. weights: fp32 [tokens].
+    """
     if terms.z_loss:
         weighted.mul_((1 + 2 * terms.z_loss * log_normaliser)[:, None])
     if terms.label_smoothing:
@@ -98,12 +99,12 @@ def summed_losses(
     soft_cap: float | None = None,
     terms: LossTerms = PLAIN,
 ) -> torch.Tensor:
-    """Sum the losses of x W^T, whose logits are made `rows` tokens at a time.
+    """Sum the losses of x W^T, with the logits of `rows` tokens at a time.
 
     Same as: cross_entropy.summed_losses.
 
-    The logits of each piece become their own gradient on the spot. Neither they nor x are kept:
-    what is kept are the gradients of x and of the weight.
+    The logits of each piece are overwritten by their gradient. Neither they nor x are saved, only
+    the gradients of x and of the weight.
     """
     return _SummedLosses.apply(
         x, weight, columns, here, ignored, ctx.tp_group, rows, factor, soft_cap, terms
@@ -120,7 +121,7 @@ class _SummedLosses(torch.autograd.Function):
         wide = weight.to(dtype)
 
         def add(part: slice) -> None:
-            """Add these tokens' losses and gradients; their logits are gone when it returns."""
+            """Add the losses and gradients of these tokens; their logits are freed on return."""
             nonlocal weight_grad
             inputs = x[part].to(dtype)
             logits, slope = linear(inputs, wide, align=True).to(x.dtype), None
@@ -144,7 +145,7 @@ class _SummedLosses(torch.autograd.Function):
             _to_gradient(logits, weights, columns[part], here[part], log_normaliser, terms)
             if slope is not None:
                 logits.mul_(slope)
-            logits = aligned(logits.to(x.dtype)).to(dtype)  # by now these are their gradient
+            logits = aligned(logits.to(x.dtype)).to(dtype)  # now the gradient of the logits
             if x_grad is not None:
                 x_grad[part] = logits @ wide
             if wanted[1]:
@@ -157,7 +158,7 @@ class _SummedLosses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_output):
-        gradients, ctx.gradients = ctx.gradients, None  # so that autograd can take them as they are
+        gradients, ctx.gradients = ctx.gradients, None  # autograd can then reuse them
         ratio = grad_output / ctx.factor
         scaled = (None if gradient is None else gradient.mul_(ratio) for gradient in gradients)
         return *scaled, *[None] * 8
@@ -171,13 +172,13 @@ def _losses(
     sum_exponentials: Callable[[torch.Tensor], torch.Tensor],
     terms: LossTerms,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return losses, greatest logits, and sums of exp(logits - greatest) over all ranks: fp32
-    [tokens] each.
+    """Return the losses, the largest logits, and the sums of exp(logits - largest) over all ranks:
+    fp32 [tokens] each.
 
-    sum_exponentials(greatest): this rank's sums, last of all that is done with the logits.
+    sum_exponentials(largest): the sums of this rank. It may overwrite the logits, so it runs last.
     """
     peak = logits.amax(dim=-1)
-    all_reduce(peak, group, op=dist.ReduceOp.MAX)  # before the exponential, on every rank alike
+    all_reduce(peak, group, op=dist.ReduceOp.MAX)  # the same on every rank, before the exponential
     peak = peak.float()
     target = (logits.gather(-1, columns[:, None])[:, 0].float() - peak).masked_fill(~here, 0)
     if terms.label_smoothing:
@@ -192,14 +193,14 @@ def _losses(
 
 
 def _add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return total + a b, in fp32, in total's memory."""
+    """Return total + a b in fp32, in the memory of total."""
     if total is None or a.dtype != total.dtype:
         return add_product(total, a, b)
     return torch.addmm(total, a, b, out=total)
 
 
 def _chunks(logits: torch.Tensor):
-    """Yield parts of the tokens, and of each fp32 scratch in the shape of its logits."""
+    """Yield slices of the tokens, each with fp32 scratch in the shape of its logits."""
     tokens, step = len(logits), max(1, CHUNK_ELEMENTS[logits.device.type] // logits.shape[-1])
     scratch = logits.new_empty(min(step, tokens), logits.shape[-1], dtype=torch.float32)
     for start in range(0, tokens, step):

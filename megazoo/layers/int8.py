@@ -1,4 +1,4 @@
-"""The arithmetic of linear layers whose weights are rounded to 8 bits: see `round_to_int8`."""
+"""Matrix products of linear layers whose weights are rounded to 8 bits: see `round_to_int8`."""
 
 from collections.abc import Callable
 
@@ -14,8 +14,8 @@ from megazoo.parallel.deferred import AtOnce, WeightQueue
 from megazoo.parallel.regions import enter_tensor_parallel
 from megazoo.torch_internals import int8_product, takes_int8_product
 
-LARGEST = 127  # of 8 bits with a sign
-FEW_ROWS = 16  # up to which int8_product is faster than widening the weight
+LARGEST = 127  # signed 8-bit integer
+FEW_ROWS = 16  # up to this number, int8_product is faster than converting the weight
 
 
 def rounded_to_int8(
@@ -23,8 +23,8 @@ def rounded_to_int8(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a weight [outputs, inputs] as int8, and the scale of each output, fp32 [outputs].
 
-    weight = int8 * scale[:, None], up to rounding; scale = max |weight| / 127 of the whole row,
-    whose inputs may be cut over the ranks of `group`, to the nearest number of bfloat16.
+    weight = int8 * scale[:, None], up to rounding. scale = max |weight| / 127 over the full row,
+    rounded to bfloat16. The inputs may be sharded over the ranks of `group`.
     """
     largest = weight.abs().amax(dim=1).float()
     all_reduce(largest, group, dist.ReduceOp.MAX)
@@ -37,12 +37,12 @@ def rounded_to_int8(
 def int8_linear(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return x W^T + b of a rounded weight: [..., inputs] -> [..., outputs].
+    """Return x W^T + b for a rounded weight: [..., inputs] -> [..., outputs].
 
-    Same as: F.linear(x, weight * scale[:, None], bias). weight, scale: of `rounded_to_int8`. On a
-    CPU a few rows are multiplied as bfloat16 by a kernel that reads the 8 bits, if both sizes of
-    the weight are multiples of 16; else, and on other devices, by a copy of the weight in x's
-    dtype, which is gone afterwards.
+    Same as: F.linear(x, weight * scale[:, None], bias). weight, scale: from `rounded_to_int8`. On a
+    CPU, a few rows are multiplied as bfloat16 by a kernel that reads the 8-bit weight, if both
+    sizes of the weight are multiples of 16. Otherwise, and on other devices, a temporary copy of
+    the weight in the dtype of x is used.
     """
     rows = x.flatten(0, -2)
     if len(rows) <= FEW_ROWS and takes_int8_product(rows, weight):
@@ -56,8 +56,8 @@ def int8_linear(
 
 
 class Int8Product(nn.Module):
-    """The product of a linear layer whose weight is rounded: see `int8_linear`. scale: of the
-    weight's rows."""
+    """The product of a linear layer whose weight is rounded: see `int8_linear`. scale: of the rows
+    of the weight."""
 
     def __init__(self, scale: torch.Tensor):
         super().__init__()
@@ -73,7 +73,7 @@ class Int8Product(nn.Module):
         recompute: Callable[[torch.Tensor], torch.Tensor] | None = None,
         queue: WeightQueue | AtOnce | None = None,
     ) -> torch.Tensor:
-        """Return x W^T + b, as `megazoo.layers.matmul.linear` does; there is nothing to train."""
+        """Return x W^T + b, as `megazoo.layers.matmul.linear`. The weight is not trained."""
         x = enter_tensor_parallel(x, entering) if entering else x
         x = recompute(x) if recompute else x
         return int8_linear(x, weight, self.scale, bias)

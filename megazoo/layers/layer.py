@@ -1,4 +1,4 @@
-"""The base class of layers, and what a layer declares to other parts of megazoo."""
+"""The base class of layers, and the properties that a layer declares to other parts of megazoo."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -9,7 +9,7 @@ from torch import nn
 
 from megazoo.parallel.module import ShardedModule
 
-# What any module may declare, and of which type; None stands for no answer.
+# The attributes that a module may declare, with their types. None: not declared.
 TYPES = {
     "recompute": bool,
     "site": str,
@@ -24,33 +24,35 @@ TYPES = {
 
 
 class Layer(ShardedModule):
-    """The base class of all layers: a ShardedModule that declares what the rest asks of it.
+    """The base class of all layers: a ShardedModule that declares its properties.
 
-    Class attributes that describe the forward. A subclass that overrides forward repeats them:
+    A subclass that overrides forward must repeat the class attributes. They describe forward.
 
-    context_parallel: the layer is right with a context-parallel rank's part of a sequence: an
-        attention that looks across the ranks, or a layer in which no token looks at another. A
-        model with a layer that declares it nowhere is not built at cp 2 or more.
-    kernel_masks: an attention takes, besides a boolean mask, all that `mask_of` makes; a block
-        gives its mask to its attention, and uses it for nothing else.
-    static_cache: an attention works with a StaticKVCache, whose places do not move.
-    auxiliary_losses: names of the losses that the layer attaches: see `attach_loss`.
-    same_input: the modules within all have the layer's input, none another's output;
-        `flops_per_token` asks which of them pass a gradient on.
+    Class attributes:
+        context_parallel: the layer is correct when it gets only this context-parallel rank's part
+            of the sequence: an attention that communicates across the ranks, or a layer in which
+            tokens do not interact. With cp 2 or more, every layer of a model must declare it on
+            itself or on its attention.
+        kernel_masks: an attention accepts all masks that `mask_of` returns, in addition to boolean
+            ones. A block must pass its mask to its attention only.
+        static_cache: an attention works with a StaticKVCache, whose slots do not move.
+        auxiliary_losses: names of the losses that the layer attaches: see `attach_loss`.
+        same_input: all modules inside have the input of the layer, and none has the output of
+            another. `flops_per_token` uses it to find those that pass a gradient on.
 
-    Attributes that a layer sets in __init__:
+    Attributes:
+        score_features: number of features over which queries and keys are multiplied, over all tp
+            ranks. `flops_per_token` counts them, and ignores the modules inside. 0 if the cost of
+            the attention does not grow with the sequence.
+        window: number of tokens that a query attends to, including itself; None: all tokens up to
+            itself. `flops_per_token` uses it, and a KVCache stores this number of tokens.
+        recompute: False; `model.recompute("selective")` sets it to True. The layer then saves less
+            for backward, and computes the rest again. None: the layer has no such choice.
+        site: the global name of a dropout, from which its mask is drawn. The model sets it if it is
+            not None.
 
-    score_features: features over which queries and keys are multiplied, of all tp ranks together;
-        `flops_per_token` counts them, and asks no module inside one that declares it. 0 if the cost
-        of an attention doesn't grow with the sequence.
-    window: how many tokens a query looks at, itself included; None: all before it.
-        `flops_per_token` counts them, and a KVCache keeps so many.
-    recompute: False, and set to True by `model.recompute("selective")`: the layer then keeps less
-        for backward, and computes the rest again there. None: there is nothing to choose.
-    site: the global name of a dropout, by which it draws; the model sets it where it is no None.
-
-    A module that is no Layer may have attributes of these names and types, of itself or of its
-    class, which are read once of each class.
+    A module that is not a Layer may have attributes with these names and types, on itself or on its
+    class. Those of a class are read once.
     """
 
     context_parallel: bool = False
@@ -64,13 +66,13 @@ class Layer(ShardedModule):
     site: str | None = None
 
     def takes_packed(self, dtype: torch.dtype) -> bool:
-        """Return whether an attention that takes kernel_masks takes one that is Packed, for
-        activations of this dtype."""
+        """Return whether an attention with kernel_masks accepts a Packed mask, for activations of
+        this dtype."""
         return False
 
 
 def declared(module: nn.Module, name: str) -> Any:
-    """Return what any module declares by a name of TYPES, or Layer's default."""
+    """Return what a module declares under a name of TYPES, or the default of Layer."""
     value = vars(module).get(name)
     if value is not None and isinstance(value, TYPES[name]):
         return value
@@ -90,8 +92,8 @@ def _declared_by(cls: type, name: str) -> Any:
 
 
 def attentions_of(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the outermost modules within a module, or itself, that attend or declare that they are
-    right with a part of the sequence."""
+    """Yield the outermost modules within a module, or the module itself, that are attentions or
+    declare context_parallel."""
     if declared(module, "context_parallel") or declared(module, "score_features"):
         yield module
     else:

@@ -1,4 +1,5 @@
-"""Linear layers cut over the tensor-parallel ranks: Megatron-LM (Shoeybi et al. 2019)."""
+"""Linear layers that are sharded over the tensor-parallel ranks, as in Megatron-LM (Shoeybi et al.
+2019)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,10 +23,10 @@ from megazoo.parallel.shard import ParameterSpec, Shard, units_for
 
 
 class _ParallelLinear(Layer):
-    """The base of both linear layers, which chooses what multiplies.
+    """Base class of both linear layers; selects the function that multiplies.
 
-    lora: the product of a weight with adapters, from megazoo.lora. int8: the product of a rounded
-    weight: see round_to_int8. Otherwise it is `linear`.
+    lora: product of a weight with adapters, from megazoo.lora. int8: product of a weight that is
+    rounded to 8 bits (see round_to_int8). Otherwise `linear` is used.
     """
 
     multiplied = ("weight",)
@@ -44,39 +45,51 @@ class _ParallelLinear(Layer):
 
     @property
     def shard(self) -> Shard:
-        """The cut of the weight."""
+        """How the weight is sharded."""
         shard = self.specs["weight"].shard
         assert shard
         return shard
 
     @property
     def product(self) -> Callable[..., torch.Tensor]:
-        """What multiplies: product(x, weight, bias, entering=, recompute=, queue=), as `linear`
-        does."""
+        """The function that multiplies: product(x, weight, bias, entering=, recompute=, queue=), as
+        `linear`."""
         return self.lora or self.int8 or linear
 
 
 class ColumnParallelLinear(_ParallelLinear):
-    """y = x W^T + b with the outputs cut over tp: each rank computes its own columns of y.
+    """Compute y = x W^T + b with the output features sharded over tp.
+
+    The weight of this rank is [this rank's outputs, in_features], and its bias [this rank's
+    outputs]. `sizes` lists the number of outputs of every tp rank.
 
     Args:
-        in_features: size of x's last dimension, the same on every rank.
-        out_features: outputs in all; a tuple for fused projections, e.g. (gate, up): every rank
-            then holds its share of each part, one after the other.
-        bias: add a bias, cut like the outputs.
-        units: of each part, the features of a group (a head) that is never cut. tp need not divide
-            the groups' number; where tp is a multiple of it, each group is replicated. By default
-            features are cut evenly where tp divides them, else as `units_for` says.
-        part_names: what the parts are called, where adapters are added to some of them.
-        gather_output: return all outputs on every rank instead of this rank's (one part only).
-        std: standard deviation of the initial weights. ctx: parallel context; by default the
-            ambient one.
+        in_features: size of the last dimension of x, the same on every rank.
+        out_features: total output features over all tp ranks. A tuple for fused projections, e.g.
+            (gate, up): every rank then holds its shard of each part, one after the other.
+        bias: whether to add a bias, sharded like the outputs.
+        units: per part, the number of features in a group (a head) that is never split. tp need not
+            divide the number of groups. If tp is a multiple of it, each group is replicated. By
+            default features are split evenly if tp divides them, otherwise as in `units_for`.
+        part_names: names of the parts, for adapters on some of them.
+        gather_output: whether to return all outputs on every rank instead of this rank's (only for
+            one part).
+        std: standard deviation of the initial weights.
+        ctx: parallel context; default: that of the enclosing `with ctx:` block.
 
-    Shapes: [..., in_features] -> [..., this rank's outputs], or [..., out_features] if gathered;
-    `sizes` are those of every rank. Under sequence parallelism x is this rank's part of the
-    sequence, [..., sequence / tp, in_features], and y has all of it.
-    Errors: UserError if a part has fewer outputs than there are ranks, or units that don't fill it
-    would have to be replicated.
+    Shapes:
+        [..., in_features] -> [..., this rank's outputs], or [..., out_features] with gather_output.
+        Under sequence parallelism x is this rank's part of the sequence, [..., sequence / tp,
+        in_features], and y has the full sequence.
+
+    Raises:
+        UserError: A part has fewer outputs than there are ranks; or units that do not fill the part
+            would have to be replicated; or gather_output is set for several parts.
+
+    Example:
+        with ctx:
+            up, down = ColumnParallelLinear(64, 256), RowParallelLinear(256, 64)
+        y = down(up(x).relu())  # [..., 64], the same on every tp rank
     """
 
     def __init__(
@@ -98,8 +111,8 @@ class ColumnParallelLinear(_ParallelLinear):
         self.sizes = shard.sizes_of_ranks(self.ctx.tp_size)
         if gather_output and len(parts) > 1:
             raise UserError(
-                f"gather_output would interleave the {len(parts)} fused parts: "
-                "gather them one by one"
+                f"gather_output=True would interleave the {len(parts)} fused parts: gather them "
+                "one by one"
             )
         self.part_names, self.gather_output = part_names, gather_output
         self.add_parameter("weight", ParameterSpec((sum(parts), in_features), shard, std=std))
@@ -109,29 +122,39 @@ class ColumnParallelLinear(_ParallelLinear):
             self.register_parameter("bias", None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this rank's outputs for x, or all of them with gather_output (shapes: see the
+        class)."""
         weight, bias = self.synced_parameter("weight"), self.synced_parameter("bias")
         y = self.product(x, weight, bias, entering=self.ctx, queue=self.weight_queue)
         return gather_from_tensor_parallel(y, self.ctx, self.sizes) if self.gather_output else y
 
 
 class RowParallelLinear(_ParallelLinear):
-    """y = x W^T + b with the inputs cut over tp: each rank computes a partial y, and the sum is
-    returned on all.
+    """Compute y = x W^T + b with the input features sharded over tp.
+
+    Each rank computes a partial y. Their sum is returned on all ranks. The weight of this rank is
+    [out_features, this rank's inputs]; the bias, [out_features], is replicated. `sizes` lists the
+    number of inputs of every tp rank.
 
     Args:
-        in_features: inputs in all, over the tp ranks together.
-        out_features: size of y's last dimension, the same on every rank.
-        bias: add a bias, once, after the sum; every rank holds all of it.
-        unit: cut between groups of this many inputs (a head), whose number tp need not divide; by
-            default the inputs are cut as the outputs of a ColumnParallelLinear are.
-        input_is_parallel: x is this rank's part already (what a ColumnParallelLinear returns); else
-            x is cut here.
-        std, ctx: as there.
+        in_features: total input features over all tp ranks.
+        out_features: size of the last dimension of y, the same on every rank.
+        bias: whether to add a bias. It is added once, after the sum.
+        unit: number of features in a group (a head) that is never split; tp need not divide the
+            number of groups. By default the inputs are split like the outputs of a
+            ColumnParallelLinear.
+        input_is_parallel: whether x is already this rank's shard, as returned by a
+            ColumnParallelLinear. Otherwise the layer shards x.
+        std: standard deviation of the initial weights.
+        ctx: parallel context; default: that of the enclosing `with ctx:` block.
 
-    Shapes: [..., this rank's inputs] -> [..., out_features]. Under sequence parallelism y is this
-    rank's part of the sequence, [..., sequence / tp, out_features].
-    Errors: UserError if there are fewer inputs, or groups of them, than ranks, or x would be cut
-    here under sequence parallelism.
+    Shapes:
+        [..., this rank's inputs] -> [..., out_features]. Under sequence parallelism y is this
+        rank's part of the sequence, [..., sequence / tp, out_features].
+
+    Raises:
+        UserError: There are fewer inputs, or groups of inputs, than ranks; or input_is_parallel is
+            False under sequence parallelism.
     """
 
     def __init__(
@@ -151,14 +174,14 @@ class RowParallelLinear(_ParallelLinear):
         shard.check(self.ctx.tp_size, "inputs")
         if unit and any(shard.replicated(self.ctx.tp_size)):
             raise UserError(
-                f"{in_features} inputs in units of {unit} can't be cut over tp {self.ctx.tp_size}: "
-                f"use tp of at most {in_features // unit}, or copies would be summed twice"
+                f"{in_features} inputs in units of {unit} can't be split over tp "
+                f"{self.ctx.tp_size}: use a tp of at most {in_features // unit}"
             )
         self.sizes = shard.sizes_of_ranks(self.ctx.tp_size)
         if self.ctx.sequence_parallel and not input_is_parallel:
             raise UserError(
-                "under sequence parallelism a row-parallel layer needs an input that is cut by "
-                "features"
+                "under sequence parallelism, RowParallelLinear needs an input that is sharded by "
+                "features: use input_is_parallel=True"
             )
         self.input_is_parallel = input_is_parallel
         self.add_parameter("weight", ParameterSpec((out_features, in_features), shard, std=std))
@@ -170,11 +193,16 @@ class RowParallelLinear(_ParallelLinear):
     def forward(
         self, x: torch.Tensor, recompute: Callable[[torch.Tensor], torch.Tensor] | None = None
     ) -> torch.Tensor:
-        """Return y of x, or, if there is a function to `recompute`, of recompute(x): backward runs
-        it again, and only x is kept."""
+        """Return y for x.
+
+        Args:
+            x: this rank's inputs (shapes: see the class).
+            recompute: a function that is applied to x first. Backward runs it again, so only x is
+                saved.
+        """
         if not self.input_is_parallel:
             x = scatter_to_tensor_parallel(x, self.ctx, self.sizes)
-        alone = self.ctx.tp_size == 1  # there is no sum over ranks that the bias has to wait for
+        alone = self.ctx.tp_size == 1  # without a sum over ranks, the product can add the bias
         bias, queue = self.bias if alone else None, self.weight_queue
         y = self.product(x, self.weight, bias, recompute=recompute, queue=queue)
         y = leave_tensor_parallel(y, self.ctx)
@@ -182,11 +210,22 @@ class RowParallelLinear(_ParallelLinear):
 
 
 def round_to_int8(model: nn.Module) -> None:
-    """Round the weight of each parallel linear layer in a model to 8 bits, in place, for inference.
+    """Round the weights of all parallel linear layers of a model to 8 bits, in place, for
+    inference.
 
-    Of a row, int8 = round(weight / scale) with scale = max |weight| / 127, the same in every
-    layout. Biases, norms, embeddings and heads stay as they are; all parameters are frozen, and the
-    model can't be saved any more. UserError if a layer has adapters.
+    For each row, int8 = round(weight / scale) with scale = max |weight| / 127, the same in every
+    parallel layout. Biases, norms, embeddings and heads are not rounded. All parameters are frozen,
+    and the model can't be saved after that.
+
+    Args:
+        model: the model, or any module with parallel linear layers.
+
+    Raises:
+        UserError: A layer has adapters: merge them first.
+
+    Example:
+        round_to_int8(model)
+        model.generate(ids)
     """
     layers = [
         layer
@@ -194,7 +233,9 @@ def round_to_int8(model: nn.Module) -> None:
         if isinstance(layer, _ParallelLinear) and layer.int8 is None
     ]
     if any(layer.lora is not None for layer in layers):
-        raise UserError("megazoo.lora.merge(model) first: adapters can't change rounded weights")
+        raise UserError(
+            "weights with adapters can't be rounded: call megazoo.lora.merge(model) first"
+        )
     model.requires_grad_(False)
     for layer in layers:
         cut_inputs = layer.ctx.tp_group if isinstance(layer, RowParallelLinear) else None
@@ -203,6 +244,9 @@ def round_to_int8(model: nn.Module) -> None:
 
 
 def refuse_rounded(model: nn.Module, what: str) -> None:
-    """Raise UserError if weights of a model are rounded to 8 bits. what: can't be done to them."""
+    """Raise UserError if weights of a model are rounded to 8 bits. what: the operation, e.g.
+    "saved"."""
     if any(parameter.dtype == torch.int8 for parameter in model.parameters()):
-        raise UserError(f"weights that are rounded to 8 bits are not {what}: do that before")
+        raise UserError(
+            f"weights that are rounded to 8 bits can't be {what}: do that before rounding"
+        )

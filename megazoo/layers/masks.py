@@ -1,5 +1,4 @@
-"""What hides tokens from each other in attention: masks of segments, and documents that are packed
-one after the other."""
+"""Attention masks that hide tokens from each other: masks of segments, and packed documents."""
 
 from typing import NamedTuple
 
@@ -7,20 +6,23 @@ import torch
 
 from megazoo.parallel.sequence import SequenceCut
 
-# What is added to a score that does not count. exp makes it 0, as it does of -inf; but where a
-# kernel looks at a block of keys that are all hidden before it sees others, -inf may give NaN:
-# torch has put this number in its place for cuDNN (attention.cpp, convert_boolean_attn_mask_cudnn).
+# The value that is added to the score of a hidden token. Like -inf, it gives exp(score) = 0. But
+# -inf may give NaN if a kernel first reads a block of keys that are all hidden. torch uses the same
+# value for cuDNN (attention.cpp, convert_boolean_attn_mask_cudnn).
 HIDDEN = -65504.0
-ROW = 64  # elements: the length of a mask's rows in memory is a multiple of it
+ROW = 64  # the memory of a row of a mask is a multiple of this number of elements
 
 
 class Packed(NamedTuple):
-    """Documents one after the other, in all rows of a micro-batch together.
+    """Boundaries of documents that are packed one after the other, over all rows of a micro-batch.
 
-    boundaries: int32 [documents + 1], the first query of each and the end of the last. Documents
-    may have none. longest: a bound on the queries of a document. key_boundaries, longest_of_keys:
-    the same of the keys, if there are more of them; a document's queries are then the last of its
-    tokens. None where every token is a query.
+    Attributes:
+        boundaries: int32 [documents + 1], the first query of each document and the end of the last
+            one. A document may have no queries.
+        longest: upper bound on the number of queries of a document.
+        key_boundaries: as boundaries, for the keys, if there are more keys than queries. The
+            queries of a document are then its last tokens. None: every token is a query.
+        longest_of_keys: upper bound on the number of keys of a document, or None.
     """
 
     boundaries: torch.Tensor
@@ -30,33 +32,35 @@ class Packed(NamedTuple):
 
 
 class Shifted(NamedTuple):
-    """A causal mask for queries that are the last of the keys, kept as one row: the mask of each
-    query is a part of it, which begins one element before that of the query before.
+    """A causal mask for queries that are the last of the keys, stored as one row.
 
-    row: [queries + keys - 1]. queries: how many.
+    The mask of each query is a slice of the row that starts one element before that of the previous
+    query. row: [queries + keys - 1]. queries: their number.
     """
 
     row: torch.Tensor
     queries: int
 
     def of_flipped(self) -> torch.Tensor:
-        """Return the mask for the queries in the reverse order, the last one first: [1, 1, queries,
-        keys], without memory of its own."""
+        """Return the mask for the queries in reverse order, last one first, as a view: [1, 1,
+        queries, keys]."""
         keys = len(self.row) - self.queries + 1
         return self.row.as_strided((1, 1, self.queries, keys), (0, 0, 1, 1))
 
 
 class MaskPerWindow(NamedTuple):
-    """The masks for layers that see different stretches of the tokens before them: one for each
-    attention's `window`, which hides what is farther back, too."""
+    """Masks for layers with different windows: one for each value of an attention's `window`. Each
+    mask also hides the tokens beyond its window."""
 
     masks: dict[int | None, "torch.Tensor | Packed | MaskPerChunk | None"]
 
 
 class MaskPerChunk(NamedTuple):
-    """The masks for a sequence that is cut over context-parallel ranks: one for each run of queries
-    in `SequenceCut.queries`, over all keys up to its end. None stands for a causal mask where each
-    key is a query's, too."""
+    """Masks for a sequence that is split over context-parallel ranks.
+
+    There is one mask for each run of queries in `SequenceCut.queries`, over all keys up to the end
+    of the run. None: causal, with as many queries as keys.
+    """
 
     masks: tuple[torch.Tensor | Packed | Shifted | None, ...]
 
@@ -64,12 +68,17 @@ class MaskPerChunk(NamedTuple):
 def segment_mask(
     segments: torch.Tensor | None, queries: int | None = None, window: int | None = None
 ) -> torch.Tensor | None:
-    """Return where a query may look: at itself and backwards, within its segment. bool [batch, 1,
-    queries, sequence].
+    """Return where queries may attend: within their segment, up to themselves.
 
-    segments: int64 [batch, sequence], one number for each segment; None, where there is one, gives
-    None. queries: how many of the last tokens look, the others being in a KVCache; all by default.
-    window: how many tokens a query looks at, itself included; all by default.
+    Args:
+        segments: int64 [batch, sequence], the segment number of each token. None: one segment; the
+            result is then None.
+        queries: number of queries, which are the last tokens; the others are in a KVCache. Default:
+            all.
+        window: number of tokens that a query attends to, including itself; default: all.
+
+    Returns:
+        bool [batch, 1, queries, sequence], or None.
     """
     if segments is None:
         return None
@@ -80,8 +89,17 @@ def segment_mask(
 
 
 def window_mask(queries: int, keys: int, window: int, device: torch.device) -> torch.Tensor:
-    """Return where a query may look that sees itself and the window - 1 tokens before it, queries
-    being the last of the keys: bool [1, 1, queries, keys]."""
+    """Return where queries may attend within a window that ends at themselves.
+
+    Args:
+        queries: number of queries, which are the last of the keys.
+        keys: number of keys.
+        window: number of tokens that a query attends to, including itself.
+        device: device of the result.
+
+    Returns:
+        bool [1, 1, queries, keys].
+    """
     one_segment = torch.zeros(1, keys, dtype=torch.int64, device=device)
     mask = segment_mask(one_segment, queries, window)
     assert mask is not None
@@ -91,20 +109,18 @@ def window_mask(queries: int, keys: int, window: int, device: torch.device) -> t
 def in_aligned_rows(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Return new memory for a mask of this shape whose rows begin at multiples of ROW elements.
+    """Return uninitialised memory for a mask whose rows start at multiples of ROW elements.
 
-    CUDA's kernels read rows that begin at multiples of 16. Of other masks torch makes a copy, in
-    every layer.
+    CUDA kernels need rows that start at multiples of 16. torch copies other masks in every layer.
     """
     *sizes, keys = shape
     return torch.empty(*sizes, keys + -keys % ROW, dtype=dtype, device=device)[..., :keys]
 
 
 def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return what does, added to the scores, as a boolean mask does: 0 where a query may look, and
-    HIDDEN where not. The same shape.
+    """Convert a boolean mask to an additive one: 0 where a query may attend, HIDDEN elsewhere.
 
-    torch would make it in every layer, and keep each layer's for backward.
+    Otherwise torch would convert it in every layer, and save each result for backward.
     """
     added = in_aligned_rows(mask.shape, dtype, mask.device)
     return added.fill_(HIDDEN).masked_fill_(mask, 0.0)
@@ -121,14 +137,19 @@ def masks_of_chunks(
     packed: bool = False,
     window: int | None = None,
 ) -> MaskPerChunk:
-    """Return the masks of a causal attention over a sequence that is cut, of so many rows.
+    """Return the masks of a causal attention over a sequence that is split over cp ranks.
 
-    segments: of the whole sequences, int64 [rows, sequence]; None where there is one. boundaries:
-    of the documents that they are, as in Packed, if they are known. packed: the attention takes
-    masks that are Packed. dtype: of what is added to the scores; None for boolean masks. window: as
-    in segment_mask; what is Packed says nothing of it.
+    Args:
+        cut: how the sequence is split.
+        rows: number of sequences.
+        dtype: dtype of additive masks; None: boolean masks.
+        device: device of the masks.
+        segments: segment numbers of the full sequences, int64 [rows, sequence]; None: one segment.
+        boundaries: the documents of the segments, as in Packed, if they are known.
+        packed: whether the attention accepts Packed masks.
+        window: as in segment_mask. A Packed mask does not contain it.
     """
-    if packed and (device.type == "meta" or not rows):  # no kernel looks at them, or takes no rows
+    if packed and (device.type == "meta" or not rows):  # no kernel runs on these
         return MaskPerChunk((None,) * len(cut.queries))
     if packed and (segments is None or boundaries is not None):
         if boundaries is None:
@@ -141,8 +162,8 @@ def masks_of_chunks(
 
 
 def _ready(mask: torch.Tensor | Shifted | None, dtype: torch.dtype | None):
-    """Return a boolean mask of a chunk as its attention takes it. Only the CPU's kernel reads rows
-    that begin anywhere without a copy."""
+    """Return the boolean mask of a chunk as its attention needs it. Only the CPU kernel reads rows
+    with any start address without a copy."""
     if isinstance(mask, Shifted):
         if dtype is not None and mask.row.device.type == "cpu":
             return Shifted(additive(mask.row, dtype), mask.queries)
@@ -153,8 +174,8 @@ def _ready(mask: torch.Tensor | Shifted | None, dtype: torch.dtype | None):
 def _mask_of_chunk(
     segments: torch.Tensor | None, chunk: range, device: torch.device, window: int | None
 ) -> torch.Tensor | Shifted | None:
-    """Return where the tokens of a chunk may look, among the keys up to its end: bool [rows or 1,
-    1, chunk, keys]. None where that is all before them."""
+    """Return where the tokens of a chunk may attend, among the keys up to its end: bool [rows or 1,
+    1, chunk, keys]. None: to all keys up to themselves."""
     if segments is not None:
         return segment_mask(segments[:, : chunk.stop], len(chunk), window)
     if chunk.start == 0 and (window is None or chunk.stop <= window):
@@ -165,8 +186,8 @@ def _mask_of_chunk(
 
 
 def _packed_of(boundaries: torch.Tensor, length: int, chunk: range) -> Packed:
-    """Return the documents of a chunk of rows of this length: of queries what is in the chunk, and
-    of keys what is before its end. boundaries: of all documents of all rows, [documents + 1]."""
+    """Return the documents of a chunk of rows of this length: the queries within the chunk, and the
+    keys before its end. boundaries: of all documents of all rows, [documents + 1]."""
     row, place = boundaries // length, boundaries % length
     queries = row * len(chunk) + (place - chunk.start).clamp(0, len(chunk))
     keys = row * chunk.stop + place.clamp(max=chunk.stop)

@@ -1,8 +1,8 @@
-"""The products of linear layers, of one x by one weight or by several.
+"""The matrix products of linear layers, of one x with one weight or with several.
 
-`multiply` is the one function that all of them call. Where there is nothing to save or to hide it
-is F.linear; elsewhere it is a twin, which computes the same as the plain formula that its docstring
-gives. tests/unit/layers/test_fused.py compares the two, values and gradients.
+All of them call `multiply`. It is F.linear unless it can save memory or overlap
+communication. Otherwise it is a fused version, which computes the formula in its docstring.
+tests/unit/layers/test_fused.py compares values and gradients of the two.
 """
 
 from collections.abc import Callable, Sequence
@@ -52,23 +52,24 @@ def multiply(
     queue: WeightQueue | AtOnce | None = None,
     align: bool = False,
 ) -> tuple[torch.Tensor, ...]:
-    """Return x W^T of each weight, to the first of which the bias is added.
+    """Return x W^T for each weight; the bias is added to the first.
 
     Same as: F.linear(x, weight, bias) and so on, of enter_tensor_parallel(x, entering), or of
-    recompute(x), but that bfloat16 is multiplied as fp32 on CPUs where that is faster. Kept for
-    backward is x alone, and not that where all weights are frozen and nothing is recomputed.
+    recompute(x), except that CPUs multiply bfloat16 as fp32 if that is faster. Only x is saved for
+    backward; if all weights are frozen and nothing is recomputed, it is not saved either.
 
     Args:
-        x: [..., inputs], or what recompute turns into that. Entering under sequence parallelism,
-            this rank's part of it: kept is the part, which is gathered again in backward.
-        weights: of each [outputs, inputs]; bias: [outputs] of the first.
-        entering: the context whose tensor-parallel region x enters here, once for all weights:
-            there its gradient is summed over tp.
-        recompute: a function without parameters of its own, run again in backward; not together
-            with entering.
-        queue: what adds up the weights' gradients if autograd does not: at once, or in an idle
-            moment of the pipeline.
-        align: the numbers of outputs may be odd, as a vocabulary's: see aligned.py. No bias then.
+        x: [..., inputs], or the input of recompute. When entering under sequence parallelism, it is
+            this rank's part of the sequence. The part is saved, and gathered again in backward.
+        weights: [outputs, inputs] each.
+        bias: [outputs] of the first weight.
+        entering: the context whose tensor-parallel region x enters here, once for all weights. The
+            gradient of x is summed over tp. Not together with recompute.
+        recompute: a function without parameters that is applied to x, and run again in backward.
+        queue: adds the gradients of the weights instead of autograd: immediately, or in idle time
+            of the pipeline.
+        align: whether to align the rows of the results, for numbers of outputs such as the size of
+            a vocabulary: see aligned.py. Not together with a bias.
     """
     align = align and any(needs_alignment(x, len(weight)) for weight in weights)
     if entering is not None and entering.tp_size > 1:
@@ -95,7 +96,7 @@ def _products(x: torch.Tensor, weights: Weights, bias: torch.Tensor | None) -> t
 
 
 def _queues(queue: WeightQueue | AtOnce | None, x: torch.Tensor, weights: Weights) -> tuple:
-    """Return the queue for each weight that it serves, None for each other."""
+    """Return one entry per weight: the queue if it serves the weight, otherwise None."""
     if queue is None:
         return (None,) * len(weights)
     return tuple(
@@ -143,8 +144,7 @@ class _Linears(torch.autograd.Function):
 
 
 def _gradient_of_input(grads: Weights, weights: Weights) -> torch.Tensor:
-    """Return the gradient of what was multiplied: the sum over the weights of each product's
-    gradient times its weight."""
+    """Return the gradient of the input: the sum over the weights of gradient x weight."""
     (first, *others), (weight, *rest) = grads, weights
     rows = first.flatten(0, -2) @ weight
     for grad, weight in zip(others, rest, strict=True):
@@ -153,13 +153,14 @@ def _gradient_of_input(grads: Weights, weights: Weights) -> torch.Tensor:
 
 
 def _gradients_of_weights(ctx, grads: Weights, inputs: torch.Tensor | None) -> tuple:
-    """Return the gradients of a bias and of the weights, or what their queues leave of them.
+    """Return the gradients of a bias and of the weights; for a weight with a queue, the result of
+    the queue.
 
-    ctx: of an autograd function whose last arguments they are. grads, inputs: of what it returned,
-    and what was multiplied: [..., outputs] and [..., inputs].
+    ctx: of an autograd function whose last arguments they are. grads: gradients of its results,
+    [..., outputs]. inputs: the input of the products, [..., inputs].
     """
     grad_rows = [grad.flatten(0, -2) for grad in grads]
-    # a queue multiplies where autograd records
+    # a queue multiplies while autograd records
     input_rows = None if inputs is None else inputs.detach().flatten(0, -2)
     bias_wanted, *wanted = ctx.needs_input_grad[-len(grads) - 1 :]
     gradients = [grad_rows[0].sum(0) if bias_wanted else None]
@@ -169,7 +170,7 @@ def _gradients_of_weights(ctx, grads: Weights, inputs: torch.Tensor | None) -> t
         if not is_wanted:
             gradients.append(None)
             continue
-        assert input_rows is not None  # they are kept where a weight is trained
+        assert input_rows is not None  # they are saved if a weight is trained
         if queue:
             gradients.append(queue.put(weight, grad.t(), input_rows))
         else:
@@ -178,8 +179,9 @@ def _gradients_of_weights(ctx, grads: Weights, inputs: torch.Tensor | None) -> t
 
 
 def hides_communication(x: torch.Tensor) -> bool:
-    """Say whether _EnteredLinears pays for x: in training on CUDA, whose collectives run beside the
-    products. On CPUs both would share the same cores. Plans of GPUs run on the meta device."""
+    """Return whether _EnteredLinears is faster for x: in training on CUDA, where collectives
+    overlap with products. On CPUs both would use the same cores. Plans for GPUs run on the meta
+    device."""
     return (x.is_cuda or x.is_meta) and torch.is_grad_enabled()
 
 
@@ -189,12 +191,11 @@ def _entered_linears(parallel, queues, align, x, bias, *weights) -> tuple[torch.
 
 
 class _EnteredLinears(torch.autograd.Function):
-    """Enter the tensor-parallel region and multiply, with the backward's communication under its
-    products.
+    """Enter the tensor-parallel region and multiply, with overlapped communication in backward.
 
-    While x's gradient is summed over the ranks (scattered, under sequence parallelism), the
-    weights' are computed; and while x's is computed, this rank's part of x is gathered again, if
-    any weight is trained. The sum takes the memory of the product that it is the sum of.
+    The gradients of the weights are computed while the gradient of x is summed over the ranks (or
+    reduce-scattered, under sequence parallelism). This rank's part of x is gathered again while the
+    gradient of x is computed, if any weight is trained. The sum is computed in place.
     """
 
     @staticmethod

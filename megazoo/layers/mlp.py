@@ -1,4 +1,4 @@
-"""Feed-forward blocks whose inner features are cut over the tensor-parallel ranks."""
+"""Feed-forward blocks with the inner features sharded over the tensor-parallel ranks."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,11 +15,12 @@ from megazoo.parallel.context import ParallelContext
 
 
 def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    """GELU by its tanh approximation (Hendrycks and Gimpel 2016): GPT-2's "gelu_new"."""
+    """Return the tanh approximation of GELU (Hendrycks and Gimpel 2016), "gelu_new" in GPT-2. Any
+    shape."""
     return F.gelu(x, approximate="tanh")
 
 
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {  # under Hugging Face's names
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {  # by the names of Hugging Face
     "gelu_new": gelu_tanh,
     "gelu_fast": gelu_tanh,
     "gelu_pytorch_tanh": gelu_tanh,
@@ -32,25 +33,35 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {  # under Hugg
 
 
 def activation_named(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the activation that a config names; UserError if it is not in ACTIVATIONS."""
+    """Return the activation function for a name in a config.
+
+    Args:
+        name: a name from Hugging Face configs: gelu_new, gelu_fast, gelu_pytorch_tanh, gelu, relu,
+            silu, swish or tanh.
+
+    Raises:
+        UserError: The name is not one of these.
+    """
     if name not in ACTIVATIONS:
-        raise UserError(f"activation {name!r} is not supported: there are {', '.join(ACTIVATIONS)}")
+        raise UserError(f"activation {name!r} is not supported: use {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
 
 
 class MLP(Layer):
-    """down(activation(up(x))).
+    """Compute down(activation(up(x))), with the inner features sharded over tp.
 
     Args:
-        hidden_size: size of x's last dimension.
-        ffn_size: inner features over all tp ranks, at least one for each; tp need not divide them
-            (see `megazoo.parallel.shard.units_for`).
+        hidden_size: size of the last dimension of x.
+        ffn_size: inner features over all tp ranks, at least tp; tp need not divide them (see
+            `megazoo.parallel.shard.units_for`).
         activation: elementwise function.
-        bias: biases on both layers.
-        std, output_std: standard deviations of the initial weights of up and down.
-        ctx: parallel context; the ambient one by default.
+        bias: whether both layers have biases.
+        std: standard deviation of the initial weights of up.
+        output_std: standard deviation of the initial weights of down.
+        ctx: parallel context; default: that of the enclosing `with ctx:` block.
 
-    Shapes: [..., hidden] -> [..., hidden].
+    Shapes:
+        [..., hidden] -> [..., hidden].
     """
 
     def __init__(
@@ -67,7 +78,7 @@ class MLP(Layer):
         super().__init__(ctx)
         self.up = ColumnParallelLinear(hidden_size, ffn_size, bias, std=std, ctx=ctx)
         self.activation = activation
-        self.recompute = False  # if True: keep what goes into the activation, not what comes out
+        self.recompute = False  # if True: save the input of the activation, not its output
         self.down = RowParallelLinear(ffn_size, hidden_size, bias, std=output_std, ctx=ctx)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -85,11 +96,22 @@ def gated(inner: torch.Tensor, activation: Callable[[torch.Tensor], torch.Tensor
 
 
 class GatedMLP(Layer):
-    """down(activation(gate(x)) * up(x)) with gate and up in one fused projection (Shazeer 2020;
-    SwiGLU with silu).
+    """Compute down(activation(gate(x)) * up(x)), with gate and up in one fused projection.
 
-    Args and shapes as in MLP. The fused weight is [gate; up] along its rows; every rank holds its
-    share of both.
+    With silu it is SwiGLU (Shazeer 2020). The fused weight is [gate; up] along its rows; every rank
+    holds its shard of both.
+
+    Args:
+        hidden_size: size of the last dimension of x.
+        ffn_size: inner features over all tp ranks, at least tp; tp need not divide them.
+        activation: elementwise function.
+        bias: whether both layers have biases.
+        std: standard deviation of the initial weights of gate and up.
+        output_std: standard deviation of the initial weights of down.
+        ctx: parallel context; default: that of the enclosing `with ctx:` block.
+
+    Shapes:
+        [..., hidden] -> [..., hidden].
     """
 
     def __init__(
@@ -113,7 +135,7 @@ class GatedMLP(Layer):
             ctx=ctx,
         )
         self.activation = activation
-        self.recompute = False  # if True: keep what goes into the activation, not what comes out
+        self.recompute = False  # if True: save the input of the activation, not its output
         self.down = RowParallelLinear(ffn_size, hidden_size, bias, std=output_std, ctx=ctx)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -13,17 +13,18 @@ from megazoo.parallel.shard import ParameterSpec, Shard
 
 
 class LayerNorm(Layer):
-    """Layer normalisation over the last dimension (Ba et al. 2016).
+    """Normalise over the last dimension (layer normalisation, Ba et al. 2016).
 
     Args:
         hidden_size: size of the last dimension.
         eps: added to the variance.
-        bias: whether there is one.
-        parallel: x differs between tp ranks, as heads do: the gradients of weight and bias are then
-            summed over them.
-        ctx: parallel context; the ambient one by default.
+        bias: whether to add a bias.
+        parallel: whether x differs between tp ranks, as heads do. The gradients of weight and bias
+            are then summed over the tp ranks.
+        ctx: parallel context; default: that of the enclosing `with ctx:` block.
 
-    Shapes: [..., hidden_size] -> [..., hidden_size].
+    Shapes:
+        [..., hidden_size] -> [..., hidden_size].
     """
 
     shown = ("eps",)
@@ -60,9 +61,9 @@ class LayerNorm(Layer):
 
 @replaced_by(fused.rms_norm)
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return x / sqrt(mean(x^2) + eps) * weight: [..., size] -> the same.
+    """Return x / sqrt(mean(x^2) + eps) * weight: [..., size] -> the same shape.
 
-    Normalises in fp32, casts back, and only then multiplies by the weight, as LLaMA does.
+    The result is normalised in fp32, cast back, and then multiplied by the weight, as in LLaMA.
     """
     wide = x.float()
     normalised = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -70,12 +71,19 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 class RMSNorm(Layer):
-    """Root-mean-square normalisation over the last dimension (Zhang and Sennrich 2019), with a
-    weight and no bias: see rms_norm.
+    """Normalise by the root mean square over the last dimension (Zhang and Sennrich 2019).
 
-    Args: hidden_size: size of the last dimension; eps: added to the mean square; parallel, ctx: as
-    in LayerNorm.
-    Shapes: [..., hidden_size] -> [..., hidden_size].
+    It has a weight and no bias: see rms_norm.
+
+    Args:
+        hidden_size: size of the last dimension.
+        eps: added to the mean square.
+        parallel: whether x differs between tp ranks, as heads do. The gradient of the weight is
+            then summed over the tp ranks.
+        ctx: parallel context; default: that of the enclosing `with ctx:` block.
+
+    Shapes:
+        [..., hidden_size] -> [..., hidden_size].
     """
 
     shown = ("eps",)
@@ -99,17 +107,22 @@ class RMSNorm(Layer):
 
 
 class HeadwiseLayerNorm(Layer):
-    """Layer normalisation over the features of all heads together, which are cut over the tp ranks.
+    """Normalise over the features of all heads together, which are sharded over the tp ranks.
 
-    The moments are those of all ranks' heads: each rank adds its part to them.
+    Mean and variance are those of the heads of all ranks: they are summed over tp.
 
     Args:
         hidden_size: features of all heads, over all tp ranks.
-        unit: features that stay together, as the projection is cut: see qkv.units_of_heads.
-        eps, bias, ctx: as in LayerNorm.
+        unit: features that stay together, as in the projection: see units_of_heads.
+        eps: added to the variance.
+        bias: whether to add a bias.
+        ctx: parallel context; default: that of the enclosing `with ctx:` block.
 
-    Shapes: [..., this rank's heads, head_size] -> the same.
-    Errors: UserError if the features can't be cut so over the ranks.
+    Shapes:
+        [..., this rank's heads, head_size] -> the same shape.
+
+    Raises:
+        UserError: The features can't be split over the ranks in these units.
     """
 
     shown = ("eps",)
@@ -133,7 +146,7 @@ class HeadwiseLayerNorm(Layer):
             self.add_parameter("bias", ParameterSpec((hidden_size,), shard))
         else:
             self.register_parameter("bias", None)
-        # features over all ranks: replicated heads count as often as they are held
+        # features over all ranks: replicated heads count once per rank that holds them
         self.counted = sum(shard.sizes_of_ranks(self.ctx.tp_size))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -145,13 +158,13 @@ class HeadwiseLayerNorm(Layer):
         return y.unflatten(-1, x.shape[-2:])
 
     def _mean(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the mean over all ranks' features. Every rank uses it, so its gradient is summed
-        over them, too."""
+        """Return the mean over the features of all ranks. Every rank uses it, so its gradient is
+        also summed over them."""
         total = reduce_from_tensor_parallel(x.sum(dim=-1, keepdim=True), self.ctx)
         return copy_to_tensor_parallel(total, self.ctx) / self.counted
 
 
 def _one_unit(size: int) -> Shard:
-    """Return the cut of a parameter that every tp rank holds whole and uses for an x of its own:
-    its gradient is summed over them."""
+    """Return the Shard of a parameter that every tp rank holds in full and applies to a different
+    x: its gradient is summed over them."""
     return Shard(0, (size,), (size,))

@@ -1,4 +1,4 @@
-"""The fused projection to queries, keys and values, whose heads are cut over the tensor-parallel
+"""The fused projection to queries, keys and values, sharded by heads over the tensor-parallel
 ranks."""
 
 from collections.abc import Sequence
@@ -17,35 +17,53 @@ from megazoo.parallel.context import ParallelContext, current_context
 def units_of_heads(
     heads: int, kv_heads: int, head_size: int, ctx: ParallelContext | None = None
 ) -> tuple[int, int, int]:
-    """Return the features of q, k and v that stay together when heads are cut over tp.
+    """Return the numbers of features of q, k and v that stay together when heads are split over tp.
 
-    Queries stay with the key-value head that they use, unless tp exceeds the number of those: then
-    each is replicated over tp / kv_heads ranks. ctx: the ambient one by default.
-    Errors: UserError if the heads can't be cut so.
+    Query heads stay with the key-value head that they use. If tp exceeds the number of key-value
+    heads, each of these is replicated on tp / kv_heads ranks.
+
+    Args:
+        heads: query heads.
+        kv_heads: key and value heads.
+        head_size: features per head.
+        ctx: parallel context; default: that of the enclosing `with ctx:` block.
+
+    Raises:
+        UserError: The heads can't be split over tp.
     """
     tp = (ctx or current_context()).tp_size
     if heads % kv_heads or (tp > kv_heads and (tp % kv_heads or heads % tp)):
-        raise UserError(f"{heads} heads with {kv_heads} key-value heads can't be cut over tp {tp}")
+        raise UserError(
+            f"{heads} heads with {kv_heads} key-value heads can't be split over tp {tp}"
+        )
     queries = heads // kv_heads if tp <= kv_heads else 1
     return queries * head_size, head_size, head_size
 
 
 class QKVParallelLinear(ColumnParallelLinear):
-    """The fused projection to queries, keys and values: each rank computes those of its own heads.
+    """Project x to queries, keys and values in one product; each rank computes those of its heads.
+
+    The weight is [q; k; v] along its rows, with the heads of each in order. Every rank holds its
+    heads of all three, and KV heads together with the queries that use them. If tp does not divide
+    the KV heads, the first ranks hold one more. If tp is a multiple of them, each is replicated on
+    tp / kv_heads ranks, over which its gradient is summed.
 
     Args:
-        hidden_size: size of x's last dimension.
-        heads: query heads.
-        kv_heads: key and value heads; as many by default.
-        head_size: features of one head; hidden_size / heads by default.
-        bias, std, ctx: as in ColumnParallelLinear.
+        hidden_size: size of the last dimension of x.
+        heads: query heads over all tp ranks.
+        kv_heads: key and value heads over all tp ranks; default: heads.
+        head_size: features per head; default: hidden_size / heads.
+        bias: whether to add a bias.
+        std: standard deviation of the initial weights.
+        ctx: parallel context; default: that of the enclosing `with ctx:` block.
 
-    Shapes: [batch, sequence, hidden] -> q [batch, this rank's heads, sequence, head_size], and k
-    and v likewise. The weight is [q; k; v] along its rows, the heads of each in order; every rank
-    holds its heads of all three, KV heads together with the queries that use them. Where tp doesn't
-    divide the KV heads, the first ranks hold one more; where tp is a multiple of them, each is
-    replicated over tp / kv_heads ranks, over which its gradient is summed.
-    Errors: UserError if neither holds, or the heads don't divide hidden_size.
+    Shapes:
+        [batch, sequence, hidden] -> q [batch, this rank's query heads, sequence, head_size], and k
+        and v [batch, this rank's key-value heads, sequence, head_size].
+
+    Raises:
+        UserError: The heads can't be split over tp, or they do not divide hidden_size and head_size
+            is not given.
     """
 
     def __init__(
@@ -61,7 +79,7 @@ class QKVParallelLinear(ColumnParallelLinear):
     ):
         kv_heads = kv_heads or heads
         if head_size is None and hidden_size % heads:
-            raise UserError(f"{heads} heads don't divide a hidden size of {hidden_size}")
+            raise UserError(f"a hidden size of {hidden_size} is not a multiple of {heads} heads")
         size = head_size or hidden_size // heads
         units = units_of_heads(heads, kv_heads, size, ctx)
         parts = (heads * size, kv_heads * size, kv_heads * size)
@@ -71,11 +89,11 @@ class QKVParallelLinear(ColumnParallelLinear):
         self.local_parts = self.shard.local_sizes(self.ctx.tp_size, self.ctx.tp_rank)
 
     def project(self, x: torch.Tensor) -> torch.Tensor:
-        """Return q, k and v, one after the other: [batch, sequence, this rank's features of all
-        three]."""
+        """Return q, k and v, concatenated: [batch, sequence, this rank's features of all three]."""
         return super().forward(x)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return q, k and v of x (shapes: see the class)."""
         return split_heads(self.project(x), self.local_parts, self.head_size)
 
 
@@ -83,8 +101,8 @@ class QKVParallelLinear(ColumnParallelLinear):
 def split_heads(
     qkv: torch.Tensor, parts: Sequence[int], head_size: int, rotary: CosAndSin | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Split qkv, [batch, sequence, parts' sum], into q, k and v, and turn q and k by rotary's cos
-    and sin: each [batch, its heads, sequence, head_size]."""
+    """Split qkv [batch, sequence, sum of parts] into q, k and v, and rotate q and k if rotary has
+    cos and sin: each [batch, its heads, sequence, head_size]."""
     q, k, v = (
         rearrange(part, "batch seq (heads size) -> batch heads seq size", size=head_size)
         for part in qkv.split(parts, dim=-1)

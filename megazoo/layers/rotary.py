@@ -1,5 +1,5 @@
-"""Rotary positions (Su et al. 2021), rotating the two halves of a head, and the scalings that
-stretch them."""
+"""Rotary position embeddings (Su et al. 2021), which rotate the two halves of a head, and their
+scalings for longer contexts."""
 
 import math
 
@@ -9,14 +9,14 @@ from megazoo.errors import UserError
 from megazoo.layers import fused
 from megazoo.layers.fused import replaced_by
 
-SCALINGS = {  # and what each must be given
+SCALINGS = {  # with the options that each requires
     "default": (),
     "linear": ("factor",),
     "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
 }
-OPTIONS = {  # that may be given, too
+OPTIONS = {  # that are allowed for each
     "rope_type",
     "original_max_position_embeddings",
     "beta_fast",
@@ -26,24 +26,30 @@ OPTIONS = {  # that may be given, too
     "mscale_all_dim",
     "truncate",
 }
-LARGEST = 2.0**60  # of the numbers of a scaling, so that none of what follows overflows
+LARGEST = 2.0**60  # of the numbers of a scaling, so that the computations do not overflow
 
 
 class Rotary:
-    """Computes the cos and sin by which queries and keys are turned.
+    """Compute the cos and sin that rotate queries and keys. Angles are fp32 for every model dtype.
 
     Args:
-        head_size: features of a head that are turned, even: its first ones, or all.
-        theta: base of the wavelengths.
-        max_positions: the model's context, from which scalings start that are not given an original
-            one.
-        scaling: None, or a dictionary of Hugging Face's keys: rope_type (default, linear, dynamic,
-            llama3, yarn) and factor, low_freq_factor, high_freq_factor,
+        head_size: number of features per head that are rotated, even: the first ones, or all.
+        theta: base of the wavelengths, above 1.
+        max_positions: tokens of the model's context. Scalings without
+            original_max_position_embeddings start from it.
+        scaling: None, or a dictionary with the keys of Hugging Face: rope_type (default, linear,
+            dynamic, llama3, yarn) and factor, low_freq_factor, high_freq_factor,
             original_max_position_embeddings, beta_fast, beta_slow, attention_factor, mscale,
             mscale_all_dim, truncate.
 
-    Angles are fp32 whatever the model's dtype. Errors: UserError for a scaling that is not in the
-    list.
+    Raises:
+        UserError: A scaling or an option is not supported, or has an invalid value; head_size is
+            odd; or theta is not above 1.
+
+    Example:
+        rotary = Rotary(64, theta=10000.0, max_positions=2048)
+        cos, sin = rotary(torch.arange(128), torch.float32)  # [128, 64] each
+        q = rotate(q, cos, sin)  # [batch, heads, 128, 64]
     """
 
     def __init__(
@@ -52,19 +58,17 @@ class Rotary:
         self.head_size, self.theta, self.max_positions = head_size, theta, max_positions
         self.scaling = scaling or {}
         self.kind = self.scaling.get("rope_type", "default")
-        # frequencies and factor on each device, unless they change with the length
+        # frequencies and factor per device, unless they depend on the length
         self._kept: dict[torch.device, tuple[torch.Tensor, float]] = {}
         if head_size % 2 or not head_size:
-            raise UserError(f"rotary positions need heads of an even size, not {head_size}")
+            raise UserError(f"rotary positions need an even head size, got {head_size}")
         if not 1 < theta < math.inf:
-            raise UserError(f"the base of rotary positions must be above 1, not {theta}")
+            raise UserError(f"the base of rotary positions must be above 1, got {theta}")
         if not isinstance(self.kind, str) or self.kind not in SCALINGS:
-            raise UserError(
-                f"rope_type {self.kind!r} is not supported: there are {', '.join(SCALINGS)}"
-            )
+            raise UserError(f"rope_type {self.kind!r} is not supported: use {', '.join(SCALINGS)}")
         for key in SCALINGS[self.kind]:
             if not isinstance(self.scaling.get(key), float | int):
-                raise UserError(f"rope_type {self.kind!r} needs a number {key}")
+                raise UserError(f"rope_type {self.kind!r} requires a number for {key}")
         unknown = self.scaling.keys() - OPTIONS - set(SCALINGS[self.kind])
         if unknown:
             name = min(unknown)
@@ -76,7 +80,7 @@ class Rotary:
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             unused = value is None or (name.startswith("mscale") and is_number and value == 0)
             if not unused and not (is_number and 0 < value < LARGEST):
-                raise UserError(f"{name} of rotary positions must be a number above 0, not {value}")
+                raise UserError(f"{name} of rotary positions must be a number above 0, got {value}")
 
     def __call__(
         self,
@@ -84,9 +88,13 @@ class Rotary:
         dtype: torch.dtype,
         length: int | torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cos and sin, [..., sequence, head_size], of int64 positions [..., sequence].
+        """Return cos and sin, each [..., sequence, head_size].
 
-        length: the tokens that dynamic scaling scales for; those of the positions by default.
+        Args:
+            positions: int64 [..., sequence].
+            dtype: dtype of the result.
+            length: number of tokens that dynamic scaling scales for; default: the largest position
+                + 1.
         """
         if self.kind == "dynamic":
             length = positions.max() + 1 if length is None else length
@@ -101,11 +109,11 @@ class Rotary:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence that the scaling is for. (transformers sets no limit.)
+        """The tokens of the longest sequence that the scaling is for. (transformers sets no limit.)
 
-        linear and dynamic stretch max_positions by the factor (vicuna-16k: 4,096 x 4). yarn and
-        llama3 stretch the original context by it (Qwen2.5: 32,768 x 4; LLaMA 3.2: 8,192 x 32);
-        where max_positions is more, that holds.
+        linear and dynamic multiply max_positions by the factor (vicuna-16k: 4,096 x 4). yarn and
+        llama3 multiply the original context by it (Qwen2.5: 32,768 x 4; LLaMA 3.2: 8,192 x 32). If
+        max_positions is larger, it is the limit.
         """
         if self.kind == "default":
             return self.max_positions
@@ -114,12 +122,12 @@ class Rotary:
         return max(self.max_positions, int(context * self.scaling["factor"]))
 
     def frequencies(self, device: torch.device, length: int = 0) -> tuple[torch.Tensor, float]:
-        """Return each pair's radians a position, fp32 [head_size / 2], and what cos and sin are
-        multiplied by. length: tokens of the sequence."""
+        """Return the frequency of each pair in radians per position, fp32 [head_size / 2], and the
+        factor of cos and sin. length: tokens of the sequence."""
         s, h = self.scaling, self.head_size
         pairs = torch.arange(0, h, 2, dtype=torch.int64, device=device).float()
         theta = self.theta
-        if self.kind == "dynamic":  # the base grows with the sequence, once it is past the context
+        if self.kind == "dynamic":  # the base grows with sequences longer than the context
             length = max(length, self.max_positions)
             theta = theta * (s["factor"] * length / self.max_positions - (s["factor"] - 1)) ** (
                 h / (h - 2)
@@ -134,8 +142,8 @@ class Rotary:
         return base, 1.0
 
     def _llama3(self, base: torch.Tensor) -> torch.Tensor:
-        """Slow long waves down by the factor and leave short ones, with a smooth step between
-        (LLaMA 3.1)."""
+        """Divide low frequencies by the factor and keep high ones, with a smooth transition (LLaMA
+        3.1)."""
         s = self.scaling
         context, low, high = self._original_context(), s["low_freq_factor"], s["high_freq_factor"]
         wavelength = 2 * math.pi / base
@@ -143,7 +151,7 @@ class Rotary:
         return (1 - smooth) * base / s["factor"] + smooth * base
 
     def _yarn(self, base: torch.Tensor) -> tuple[torch.Tensor, float]:
-        """Slow the slow pairs down by the factor and leave the fast ones (Peng et al. 2023)."""
+        """Divide low frequencies by the factor and keep high ones (Peng et al. 2023)."""
         s, h = self.scaling, self.head_size
         context, factor = self._original_context(), s["factor"]
 
@@ -160,7 +168,7 @@ class Rotary:
         return base / factor * ramp + base * (1 - ramp), self._yarn_attention_factor(factor)
 
     def _yarn_attention_factor(self, factor: float) -> float:
-        """Return what cos and sin are multiplied by: longer contexts need sharper scores."""
+        """Return the factor of cos and sin: longer contexts need sharper scores."""
         s = self.scaling
         if s.get("attention_factor") is not None:
             return s["attention_factor"]
@@ -173,16 +181,23 @@ class Rotary:
         return scale(1.0)
 
     def _original_context(self) -> int:
-        """Return the tokens of the context that the scaling starts from."""
+        """Return the number of tokens of the context before scaling."""
         return self.scaling.get("original_max_position_embeddings") or self.max_positions
 
 
 @replaced_by(fused.rotate)
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn x [batch, heads, sequence, head_size] by cos and sin, [(batch,) sequence, turned].
+    """Rotate x by cos and sin.
 
-    (a, b) -> (a cos - b sin, b cos + a sin), a being the first half of the features that are
-    turned, b the second. Those after them, if any, stay as they are.
+    (a, b) -> (a cos - b sin, b cos + a sin), where a is the first half of the rotated features and
+    b the second half. Features after them are returned as they are.
+
+    Args:
+        x: [batch, heads, sequence, head_size].
+        cos, sin: [sequence, rotated features] or [batch, sequence, rotated features], from Rotary.
+
+    Returns:
+        [batch, heads, sequence, head_size].
     """
     if cos.dim() == 3:
         cos, sin = cos[:, None], sin[:, None]

@@ -11,12 +11,12 @@ def check_cap(cap: float | None) -> None:
     if cap is not None:
         check_number("soft_cap", cap, 0)
         if not cap:
-            raise UserError("soft_cap 0 would leave nothing: use a number above 0, or None")
+            raise UserError("soft_cap must be a number above 0, or None; got 0")
 
 
 def soft_capped(x: torch.Tensor, cap: float | None) -> torch.Tensor:
-    """Return x, bounded smoothly by -cap and cap: cap tanh(x / cap); x itself without a cap. The
-    same shape and dtype."""
+    """Return cap tanh(x / cap), which is between -cap and cap, or x if cap is None. Same shape and
+    dtype."""
     return x if cap is None else cap * torch.tanh(x / cap)
 
 
@@ -31,14 +31,19 @@ def soft_capped_attention(
 ) -> torch.Tensor:
     """Return softmax(soft_capped(q k^T * scale) + mask) v: [batch, heads, queries, head_size].
 
-    No fast kernel of torch has a cap: all scores, [batch, heads, queries, keys], exist at once, and
-    are kept for backward. The cap has the dtype of q, the softmax is fp32, as in transformers.
+    The fast kernels of torch have no cap, so all scores, [batch, heads, queries, keys], are in
+    memory together and are saved for backward. The cap has the dtype of q. The softmax is fp32, as
+    in transformers.
 
     Args:
-        q: [batch, heads, queries, head_size]. k, v: of keys, or of fewer heads.
-        mask: boolean, True where a query may look, or what is added to the capped scores. None:
-            causal where there are as many queries as keys; otherwise a query looks at all keys.
-        dropout: probability on the attention weights. scale: head_size ** -0.5 by default.
+        q: [batch, heads, queries, head_size].
+        k, v: [batch, heads or fewer key-value heads, keys, head_size].
+        mask: boolean, True where a query may attend, or a tensor that is added to the capped
+            scores. None: causal if there are as many queries as keys; otherwise a query attends to
+            all keys.
+        dropout: dropout probability of the attention weights.
+        scale: factor of the scores; default: head_size ** -0.5.
+        cap: bound of the scores.
     """
     groups, queries, keys = q.shape[1] // k.shape[1], q.shape[2], k.shape[2]
     if groups > 1:

@@ -1,4 +1,4 @@
-"""Optimizers, the clipping of gradients, learning rates and the loss scale of float16."""
+"""Optimizers, gradient clipping, learning rates and the loss scale of float16."""
 
 from megazoo.optim.adamw import AdamW
 from megazoo.optim.clip import clip_grad_norm

@@ -28,35 +28,46 @@ from megazoo.torch_internals import copy_each, fused_adamw, norm_of_each
 
 
 class AdamW(ModelOptimizer):
-    """AdamW with decoupled weight decay (Loshchilov and Hutter 2019), fused, on the device of the
-    parameters, or on the CPU with offload.
+    """Optimize a model with AdamW (Loshchilov and Hutter 2019): decoupled weight decay, fused
+    kernels.
 
-    Every rank makes it, together with the others.
+    Every rank creates it, together with the others. It works on the device of the parameters, or on
+    the CPU with offload. torch learning-rate schedulers accept it: it has two `param_groups`, with
+    and without weight decay, whose lr, betas, eps and weight_decay are used.
+
+    For a float16 model it creates a LossScale, which `train_batch` applies and removes again. If
+    the gradients overflow on any rank, all ranks skip the step: `skipped` is then True, and step
+    returns inf.
 
     Args:
-        model: its parameters are trained, but for those that are frozen (`requires_grad_(False)`)
-            by now.
-        lr: step size; assign to `opt.lr` to change it. betas, eps: as in Adam.
-        weight_decay: on parameters of two and more dimensions; biases and norms have none.
-        clip_grad: largest global gradient norm; 0 turns clipping off.
-        zero: 1 shares the state and the update among the replicas (ZeRO-1): each has 1 /
-            (dp x cp) of every bucket of parameters. `train_batch` then leaves in .grad the sum over
-            the replicas for this one's share only.
-        offload: keep the state on the CPU, and make the update there.
+        model: the model. Its parameters are trained, except those that are frozen
+            (`requires_grad_(False)`) when the optimizer is created.
+        lr: learning rate; assign to `opt.lr` to change it.
+        betas: decay rates of the two moments.
+        eps: added to the denominator.
+        weight_decay: for parameters with two or more dimensions; biases and norms have none.
+        clip_grad: largest global gradient norm; 0: no clipping.
+        zero: 1: shard the optimizer state and the update over the replicas (ZeRO-1): each has 1 /
+            (dp x cp) of every bucket of parameters. After `train_batch`, .grad then holds the sum
+            over the replicas only for this rank's shard. 0: no sharding.
+        offload: whether to store the state on the CPU, and compute the update there.
+        loss_scale: a LossScale to use instead of the default one, for float16.
 
-    For a float16 model it makes a loss scale, which `train_batch` applies and takes out again; a
-    step whose gradients overflowed on any rank is skipped on all: `skipped` says so, and step
-    returns inf. loss_scale: one to use instead.
+    Attributes:
+        state: for each parameter `exp_avg` and `exp_avg_sq`, fp32, for the elements `ranges[name]`
+            of this rank's flattened part. For a parameter of lower precision, or with offload, also
+            `master`, the fp32 weights: they are updated, and then rounded to the parameter, because
+            most steps are smaller than its precision. Masters start from the values in the files
+            that the model was loaded from. Later writes to a parameter update its master, except
+            through `parameter.data`, which torch does not track. Frozen parameters have no state.
 
-    The state of a parameter: `exp_avg` and `exp_avg_sq`, fp32, for the elements `ranges[name]` of
-    this rank's part of it, flattened; for one of lower precision, or that is offloaded, also
-    `master`, the fp32 weights that are updated and then rounded into it: most steps are smaller
-    than its precision. Masters start from the values of the files that the model was read from.
-    What is loaded or copied into a parameter later goes into its master, too, except through
-    `parameter.data`, which torch does not count. A frozen parameter has no state.
+    Raises:
+        UserError: A setting is invalid, or `model` is not a megazoo model.
 
-    To torch's learning-rate schedulers it is an optimizer with two `param_groups`, with decay and
-    without; what a group says of lr, betas, eps and weight_decay holds.
+    Example:
+        optimizer = AdamW(model, lr=3e-4, clip_grad=1.0)
+        loss = model.train_batch(ids, labels=ids)
+        norm = optimizer.step()
     """
 
     def __init__(
@@ -100,21 +111,29 @@ class AdamW(ModelOptimizer):
         self.steps = torch.zeros((), dtype=torch.float32, device=self.device)
         self.masters = MasterWeights()
         self.masters.refresh(self)
-        self._versions: dict[str, int] = {}  # of the parameters after the last step
-        self._written: set[str] = set()  # parameters that something else than a step has written
+        self._versions: dict[str, int] = {}  # versions of the parameters after the last step
+        self._written: set[str] = set()  # parameters that were written by anything except a step
 
     @on_all_ranks
     @torch.no_grad()
     def step(self, closure: None = None) -> torch.Tensor:
-        """Clip, then update every parameter from its .grad; returns the global norm before
-        clipping, fp32.
+        """Clip the gradients, then update every parameter from its .grad.
 
-        closure: None, as torch's callers give it. UserError if the gradients are not whole yet; or
-        if, since this optimizer was made, parameters were frozen or unfrozen, or another one was
-        made with another `zero`.
+        Args:
+            closure: must be None.
+
+        Returns:
+            The global gradient norm before clipping, fp32, 0-dimensional; inf if the step was
+            skipped.
+
+        Raises:
+            UserError: The gradients are incomplete; or parameters were frozen or unfrozen, or
+                another optimizer with another `zero` was created, since this one was created.
         """
         if closure is not None:
-            raise UserError(f"{type(self).__name__} takes no closure: run backward before the step")
+            raise UserError(
+                f"{type(self).__name__} does not support a closure: run backward before the step"
+            )
         for group in self.param_groups:
             check_number("lr", float(group["lr"]), 0)
         self._check_gradients()
@@ -143,8 +162,9 @@ class AdamW(ModelOptimizer):
         return norm
 
     def terms(self) -> Terms:
-        """Return what ranks that take this step together have alike: its settings, and on replicas
-        the parameters that something else than a step has written since they were asked for."""
+        """Return the values that must be equal on the ranks that take this step together: settings,
+        and on replicas the parameters that were written by anything except a step since the last
+        call."""
         everywhere = {"clip_grad": self.clip_grad, "the optimizer": type(self).__name__}
         for number, group in enumerate(self.param_groups):
             settings = {key: group[key] for key in group if key not in ("params", "names")}
@@ -160,21 +180,22 @@ class AdamW(ModelOptimizer):
         return Terms(everywhere, replicas=written)
 
     def _note_written(self) -> None:
-        """Note the parameters that were written since the last step, or since this was called."""
+        """Note the parameters that were written since the last step or the last call of this
+        method."""
         versions = versions_of(self.entries)
         self._written |= {name for name in versions if self._versions.get(name) != versions[name]}
         self._versions = versions
 
     def range_of(self, entry: NamedParameter, replica: int) -> tuple[int, int]:
-        """Return which elements of a parameter, flattened, a replica has the state of: (first, last
-        + 1)."""
+        """Return the range (first, last + 1) of the flattened parameter whose state a replica
+        has."""
         return element_range(entry, self.buckets, replica)
 
     def whole_states(self, entry: NamedParameter, writer: int) -> dict[str, torch.Tensor]:
-        """Return a parameter's state in its shape, on the replica `writer`; under ZeRO-1 the others
-        must call it, too.
+        """Return the full state of a parameter, in its shape, on the replica `writer`. Under ZeRO-1
+        the other replicas must also call it.
 
-        A frozen parameter has none: the dictionary is then empty.
+        For a frozen parameter the dictionary is empty.
         """
         states = {}
         for name, tensor in self.state.get(entry.name, {}).items():
@@ -206,22 +227,22 @@ class AdamW(ModelOptimizer):
         return state
 
     def _check_gradients(self) -> None:
-        """Raise UserError unless the gradients that are there are whole, and this optimizer's."""
+        """Raise UserError unless the gradients are complete, and belong to this optimizer."""
         self.buckets = self.model.engine.fit_buckets()
         if not self.buckets.are_of(entry.parameter for entry in self.entries):
             raise UserError(
-                f"parameters were frozen or unfrozen after {type(self).__name__} was made: make a "
-                "new one"
+                f"parameters were frozen or unfrozen after {type(self).__name__} was created: "
+                "create a new one"
             )
         if self.buckets.sharded != self.sharded:
             raise UserError(
-                f"another {type(self).__name__} was made for this model, with another zero: step "
-                "that one"
+                f"another {type(self).__name__} was created for this model, with another zero: "
+                "call its step() instead"
             )
         self.buckets.check()
 
     def _check_dtypes(self) -> None:
-        """Raise UserError if the model was converted since this optimizer was made."""
+        """Raise UserError if the model was converted since this optimizer was created."""
         for entry in self.entries:
             if entry.parameter.dtype != self._dtypes[entry.name]:
                 then, now = (
@@ -229,19 +250,20 @@ class AdamW(ModelOptimizer):
                     for dtype in (self._dtypes[entry.name], entry.parameter.dtype)
                 )
                 raise UserError(
-                    f"{entry.name} was {then} when {type(self).__name__} was made, and is {now}: "
-                    "convert a model before its optimizer is made, or make a new one"
+                    f"{entry.name} was {then} when {type(self).__name__} was created, and is "
+                    f"{now}: convert the model before you create the optimizer, or create a new one"
                 )
 
     def _mine(self, tensor: torch.Tensor, entry: NamedParameter) -> torch.Tensor:
-        """Return the elements of a tensor of the parameter's shape that this replica updates."""
+        """Return the elements of a tensor in the shape of the parameter that this replica
+        updates."""
         return tensor.view(-1)[slice(*self.ranges[entry.name])]
 
     def _overflowed(self, norm: torch.Tensor) -> bool:
-        """Say whether a gradient on any rank is infinite or not a number.
+        """Return whether a gradient on any rank is infinite or NaN.
 
-        Then the norm is, too, or the norm of a copy that does not count in it. On CUDA the host
-        waits here, once in a step of float16.
+        Then the norm is also infinite or NaN, or the norm of a copy that is not counted in it. On
+        CUDA the host waits here, once per step of float16.
         """
         copies = [
             entry.parameter.grad
@@ -256,10 +278,9 @@ class AdamW(ModelOptimizer):
         return bool(overflow)
 
     def _clip_scale(self, norm: torch.Tensor) -> torch.Tensor | None:
-        """Return what the gradients are to be divided by; None is 1.
+        """Return the divisor of the gradients; None: 1.
 
-        On CUDA it is a tensor even where nothing is clipped: to ask the norm, the host would wait
-        for it.
+        On CUDA it is always a tensor, because the host would wait for the value of the norm.
         """
         clips = 0 < self.clip_grad < math.inf
         if not clips or (norm.device.type != "cuda" and not norm > self.clip_grad):
@@ -269,19 +290,19 @@ class AdamW(ModelOptimizer):
     def _update(
         self, entries: list[NamedParameter], group: dict, scale: torch.Tensor | None
     ) -> None:
-        """Update the elements that this replica has, by the settings of their group. scale: the
-        gradients are divided by it."""
+        """Update the elements of this replica with the settings of their group. scale: divisor of
+        the gradients."""
         rows = [self._row(entry) for entry in entries]
         if self.staging:
             self.staging.update(rows, scale, partial(self._fused, group))
             return
-        # The fused kernel divides the gradients: clipping needs no pass of its own.
+        # The fused kernel divides the gradients, so clipping needs no separate pass.
         self._fused(group, [row.gradient for row in rows], [row.states for row in rows], scale)
         copied = [row for row in rows if row.states[0] is not row.weights]
         copy_each([row.weights for row in copied], [row.states[0] for row in copied])
 
     def _row(self, entry: NamedParameter) -> Row:
-        """Return what this replica has of a parameter: its weights, gradient and state."""
+        """Return this replica's weights, gradient and state of a parameter."""
         weights, state = self._mine(entry.parameter, entry), self.state[entry.name]
         states = (state.get(MASTER, weights), *(state[moment] for moment in MOMENTS))
         return Row(weights, self._mine(entry.gradient, entry), states)
@@ -293,7 +314,7 @@ class AdamW(ModelOptimizer):
         states: list[Sequence[torch.Tensor]],
         scale: torch.Tensor | None = None,
     ) -> None:
-        """Update states, each of weights and two moments, by the fused kernel."""
+        """Update states (weights and two moments each) with the fused kernel."""
         weights, first, second = map(list, zip(*states, strict=True))
         fused_adamw(
             weights,
@@ -310,14 +331,14 @@ class AdamW(ModelOptimizer):
 
 
 def _check_settings(settings: dict, clip_grad: float, zero: int) -> None:
-    """Raise UserError for a setting that would make no step, or a step to nowhere."""
+    """Raise UserError for an invalid setting."""
     for name in ("lr", "eps", "weight_decay"):
         check_number(name, settings[name], 0)
     betas = settings["betas"]
     if not isinstance(betas, tuple | list) or len(betas) != 2:
-        raise UserError(f"betas must be two numbers, not {betas!r}")
+        raise UserError(f"betas must be two numbers, got {betas!r}")
     for beta in betas:
         check_number("beta", beta, 0, 1)
     check_max_norm("clip_grad", clip_grad)
     if zero not in (0, 1):
-        raise UserError(f"zero {zero} is neither 0 nor 1")
+        raise UserError(f"zero must be 0 or 1, got {zero}")

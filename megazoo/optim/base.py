@@ -1,4 +1,5 @@
-"""What an optimizer of a whole model has in common with torch's, and what it refuses of theirs."""
+"""The base class of optimizers of a whole model: the parts of the torch.optim interface that it
+supports."""
 
 from typing import Any
 
@@ -10,21 +11,20 @@ from megazoo.parallel.buckets import GradientBuckets
 from megazoo.parallel.module import NamedParameter
 from megazoo.torch_internals import zero_each
 
-# States of a parameter, in checkpoints by these names: AdamW's moments, Muon's momentum, and the
-# fp32 weights behind those of lower precision.
+# Names of the states of a parameter in checkpoints: the moments of AdamW, the momentum of Muon, and
+# the fp32 master weights.
 MOMENTS, MOMENTUM, MASTER = ("exp_avg", "exp_avg_sq"), "momentum", "master"
 STATES = (*MOMENTS, MOMENTUM, MASTER)
 
 
 class ModelOptimizer(torch.optim.Optimizer):
-    """An optimizer of this rank's part of a model, to torch's learning-rate schedulers like any
-    other.
+    """An optimizer of this rank's part of a model, which learning-rate schedulers of torch accept.
 
     A subclass sets: entries, the parameters that it trains; buckets, of their gradients;
-    param_groups, each with "names" beside its "params"; state, of each parameter by its name;
-    steps, how many were taken; loss_scale, if the model is of float16; masters, which keeps the
-    fp32 weights in the state equal to parameters of lower precision. torch's own constructor is not
-    called: it would import torch._dynamo (70 MB).
+    param_groups, each with "names" in addition to "params"; state, by parameter name; steps, the
+    number of steps; loss_scale, for a float16 model; masters, which keeps the fp32 master weights
+    equal to parameters of lower precision. The constructor of torch is not called: it would import
+    torch._dynamo (70 MB).
     """
 
     entries: list[NamedParameter]
@@ -46,7 +46,7 @@ class ModelOptimizer(torch.optim.Optimizer):
             group["lr"] = lr
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Zero every gradient in place; or, with set_to_none, which is torch's default, free it."""
+        """Zero every gradient in place, or, with set_to_none (the default in torch), free it."""
         parameters = [entry.parameter for entry in self.entries]
         if set_to_none:
             for parameter in parameters:
@@ -56,12 +56,12 @@ class ModelOptimizer(torch.optim.Optimizer):
         self.buckets.forget()
 
     def state_dict(self) -> dict:
-        """Return this rank's state and settings, for a checkpoint of your own that is loaded in the
-        same layout.
+        """Return this rank's state and settings, for a custom checkpoint that is loaded in the same
+        layout.
 
-        {"state": {name: {"exp_avg": ...}}, "param_groups": [{"lr": ..., "params": names}],
-        "steps": ...}; tensors are not copied, as in torch. `megazoo.checkpoint.save` writes what
-        loads in any layout.
+        {"state": {name: {"exp_avg": ...}}, "param_groups": [{"lr": ..., "params": names}], "steps":
+        ...}; tensors are not copied, as in torch. `megazoo.checkpoint.save` writes checkpoints that
+        load in any layout.
         """
         self.masters.refresh(self)
         groups = [{**group, "params": group["names"]} for group in self.param_groups]
@@ -69,11 +69,17 @@ class ModelOptimizer(torch.optim.Optimizer):
         return {**state, "loss_scale": self.loss_scale.state()} if self.loss_scale else state
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Take what `state_dict` gave, of an optimizer of the same model and layout; UserError if
-        it is of another."""
+        """Load a state from `state_dict`.
+
+        Args:
+            state_dict: the state of an optimizer of the same model and layout.
+
+        Raises:
+            UserError: The state is of another model or layout.
+        """
         if not {"state", "param_groups", "steps"} <= state_dict.keys():
             kind = type(self).__name__
-            raise UserError(f"it is no state of {kind}: give what state_dict() returned")
+            raise UserError(f"this is not a state of {kind}: pass the result of its state_dict()")
         state = state_dict["state"]
         given, own = _shapes(state), _shapes(self.state)
         if given != own:
@@ -95,23 +101,22 @@ class ModelOptimizer(torch.optim.Optimizer):
             self.loss_scale.load(state_dict["loss_scale"])
 
     def add_param_group(self, param_group: dict) -> None:
-        """Refuse: a model's parameters are all there."""
+        """Raise UserError: all parameters of the model are already in the optimizer."""
         raise UserError(
-            f"{type(self).__name__} has all of a model's parameters from the start: "
-            "none can be added"
+            f"{type(self).__name__} has all parameters of its model: a group can't be added"
         )
 
     def __reduce_ex__(self, protocol):
         raise UserError(
-            f"{type(self).__name__} can't be copied or pickled: it belongs to its model; "
-            "state_dict() gives its state"
+            f"{type(self).__name__} can't be copied or pickled, because it belongs to its model: "
+            "use state_dict()"
         )
 
     def _refuse_hook(self, *_, **__) -> None:
-        """Refuse torch's hooks, which nothing here would call."""
+        """Raise UserError for hooks of torch, which would never be called."""
         raise UserError(
-            f"{type(self).__name__} calls no hooks: "
-            "do what is to be done before or after its step()"
+            f"{type(self).__name__} does not support optimizer hooks: run your code before or "
+            "after its step()"
         )
 
     register_step_pre_hook = register_step_post_hook = _refuse_hook

@@ -18,13 +18,26 @@ from megazoo.torch_internals import norm_of_each, scale_each
 
 @torch.no_grad()
 def clip_grad_norm(model: Any, max_norm: float) -> torch.Tensor:
-    """Scale the gradients so that the norm of the whole model's is at most max_norm; returns the
-    norm before, fp32.
+    """Scale the gradients so that the global norm of the whole model is at most max_norm.
 
-    For an optimizer of your own: `torch.nn.utils.clip_grad_norm_` would take the norm of this
-    rank's part alone. Every rank calls it, after `train_batch`, or after `sync_gradients` where the
-    backward was yours; megazoo's AdamW clips by itself. UserError if the gradients are not whole
-    yet.
+    Use it with a custom optimizer; AdamW and Muon clip themselves.
+    (`torch.nn.utils.clip_grad_norm_` would use the norm of only this rank's part.) Every rank calls
+    it, after `train_batch`, or after `sync_gradients` for a custom backward.
+
+    Args:
+        model: the model.
+        max_norm: largest norm; infinity: no clipping.
+
+    Returns:
+        The norm before clipping, fp32, 0-dimensional.
+
+    Raises:
+        UserError: The gradients are incomplete.
+
+    Example:
+        model.train_batch(ids, labels=ids)
+        norm = clip_grad_norm(model, 1.0)
+        custom_optimizer.step()
     """
     check_model(model, "clip_grad_norm(model, max_norm)")
     with propagate_errors(model.ctx):
@@ -39,10 +52,10 @@ def clip_grad_norm(model: Any, max_norm: float) -> torch.Tensor:
 
 @torch.no_grad()
 def global_norm(entries: list[NamedParameter], buckets: GradientBuckets) -> torch.Tensor:
-    """Compute the 2-norm of the whole model's gradient, fp32: copies over tp or between tied stages
-    count once, and so do those of replicas.
+    """Return the 2-norm of the gradient of the whole model, fp32. Copies over tp, between tied
+    stages and between replicas count once.
 
-    entries: those of this rank that are not frozen. Every rank calls it.
+    entries: the trained parameters of this rank. Every rank calls it.
     """
     ctx = buckets.ctx
     counted = [_counted(entry, buckets) for entry in entries if entry.parameter.grad is not None]
@@ -59,28 +72,28 @@ def global_norm(entries: list[NamedParameter], buckets: GradientBuckets) -> torc
 
 
 def clip_scale(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """Return what gradients of this norm are to be divided by: 1 where it is not over max_norm."""
+    """Return the divisor of gradients with this norm: 1 if it is not above max_norm."""
     return torch.where(norm > max_norm, (norm + 1e-6) / max_norm, 1.0)
 
 
 def element_range(entry: NamedParameter, buckets: GradientBuckets, replica: int) -> tuple[int, int]:
-    """Return of which elements of a parameter, flattened, a replica has the summed gradient:
-    (first, last + 1)."""
+    """Return the range (first, last + 1) of the flattened parameter whose reduced gradient a
+    replica holds."""
     if not buckets.sharded:
         return 0, entry.parameter.numel()
     return buckets.range_of(entry.parameter, replica)
 
 
 def _counted(entry: NamedParameter, buckets: GradientBuckets) -> list[torch.Tensor]:
-    """Return the parts of the gradient whose elements this rank counts, as views of it."""
+    """Return views of the parts of the gradient that this rank counts."""
     gradient, pieces = entry.gradient, entry.counted_pieces(buckets.ctx)
     if not buckets.sharded:
         if buckets.ctx.folded and not entry.is_first_replica(buckets.ctx):
-            return []  # the sum goes over the token axis
+            return []  # the sum is over the token axis
         return [gradient[piece.index()] for piece in pieces]
     ranges = [(0, gradient.numel())]
     if not counts_whole(entry, buckets.ctx):
-        # Copies that don't count are of whole rows: RowParallelLinear has none.
+        # Copies that don't count are full rows; RowParallelLinear has none.
         width = gradient[0].numel()
         rows = [piece.index()[0] for piece in pieces]
         ranges = [(each.start * width, each.stop * width) for each in rows]
@@ -90,16 +103,16 @@ def _counted(entry: NamedParameter, buckets: GradientBuckets) -> list[torch.Tens
 
 
 def counts_whole(entry: NamedParameter, ctx: ParallelContext) -> bool:
-    """Say whether all elements of this rank's part of a parameter count: none is another's copy."""
+    """Return whether all elements of this rank's part of a parameter count."""
     pieces = entry.counted_pieces(ctx)
     return sum(volume(piece.box) for piece in pieces) == entry.parameter.numel()
 
 
 def square_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """Sum the squares in float64: fp32 sums over 10 million elements are off by 4e-4.
+    """Return the sum of squares in float64: fp32 sums over 10 million elements have errors of 4e-4.
 
-    A piece at a time, each small enough for one thread: where the cores are busy, the threads of a
-    pool wait for one another longer than they compute.
+    It works in pieces that are small enough for one thread. On busy cores, the threads of a pool
+    wait for each other longer than they compute.
     """
     pieces = tensor.reshape(-1).split(1 << 15)
     norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces]
@@ -107,20 +120,20 @@ def square_sum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def square_sum_at_once(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Sum the squares of all tensors, at least one, in float64: on CUDA by a few kernels."""
+    """Return the sum of squares of one or more tensors in float64: on CUDA with a few kernels."""
     return norm_of_each(tensors).square().sum()
 
 
 def check_max_norm(name: str, value: float) -> None:
-    """Raise UserError unless a value is a largest norm: from 0 to infinity, which never clips."""
+    """Raise UserError unless a value is a valid norm limit: from 0 to infinity (no clipping)."""
     if value != math.inf:
         check_number(name, value, 0)
 
 
 def check_model(model: Any, call: str) -> None:
-    """Raise UserError, with the right call, if what should be a model is not one: its parameters,
-    say."""
+    """Raise UserError, with the right call, if model is not a megazoo model, e.g. its
+    parameters."""
     if not isinstance(model, nn.Module):
-        raise UserError(f"give a megazoo model, not its parameters: {call}")
+        raise UserError(f"pass a megazoo model, not its parameters: {call}")
     if not hasattr(model, "trained_entries"):
-        raise UserError(f"give a megazoo model, not a {type(model).__name__}: {call}")
+        raise UserError(f"pass a megazoo model, not a {type(model).__name__}: {call}")

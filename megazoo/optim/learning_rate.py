@@ -5,7 +5,7 @@ import math
 from megazoo.errors import UserError
 
 LR_SCHEDULES = ("cosine", "linear", "constant", "wsd")
-WSD_DECAY = 0.2  # of the steps
+WSD_DECAY = 0.2  # fraction of the steps
 
 
 def learning_rate(
@@ -17,15 +17,24 @@ def learning_rate(
     warmup_steps: int,
     steps: int,
 ) -> float:
-    """Return the learning rate of step 1, 2, ...: a function of the step alone, so that a resumed
-    run goes on.
+    """Return the learning rate of a step. It depends only on the step, so a resumed run continues
+    it.
 
-    It rises linearly over warmup_steps, then follows `schedule`: "cosine" and "linear" fall to
-    min_lr at step `steps`, and stay there; "constant" stays at lr; "wsd" (warm-up, stable, decay)
-    stays at lr and falls linearly over the last fifth of the steps.
+    Args:
+        step: the step, from 1.
+        schedule: after the warm-up, "cosine" and "linear" fall to min_lr at step `steps`, and stay
+            there; "constant" stays at lr; "wsd" (warm-up, stable, decay) stays at lr and falls
+            linearly over the last fifth of the steps.
+        lr: learning rate after the warm-up.
+        min_lr: final learning rate.
+        warmup_steps: number of steps in which it rises linearly to lr.
+        steps: number of steps of the run.
+
+    Raises:
+        UserError: The schedule is not one of these.
     """
     if schedule not in LR_SCHEDULES:
-        raise UserError(f"unknown lr-schedule {schedule!r}; there are {', '.join(LR_SCHEDULES)}")
+        raise UserError(f"unknown lr-schedule {schedule!r}: use {', '.join(LR_SCHEDULES)}")
     if step <= warmup_steps:
         return lr * step / warmup_steps
     start = max(warmup_steps, steps * (1 - WSD_DECAY)) if schedule == "wsd" else warmup_steps

@@ -1,5 +1,5 @@
-"""The loss scale of float16: gradients below 6e-8 would become 0, so the loss is multiplied before
-backward."""
+"""The loss scale of float16: the loss is multiplied before backward, because gradients below 6e-8
+would become 0."""
 
 from dataclasses import dataclass
 
@@ -10,13 +10,20 @@ STATE = ("value", "good_steps", "patience")
 
 @dataclass
 class LossScale:
-    """A dynamic loss scale, as in Megatron-LM: it grows after many good steps, and backs off when
-    overflows repeat.
+    """A dynamic loss scale, as in Megatron-LM: it grows after many good steps and shrinks after
+    repeated overflows.
 
-    value: what the loss is multiplied by, a power of two, at least 1. growth_interval: good steps
-    in a row after which it doubles. hysteresis: which overflow halves it, counted since it last
-    grew; so does each further one. With 2, one overflow is tolerated. good_steps and patience
-    (overflows until it is halved) are counters, and saved with a checkpoint.
+    Args:
+        value: factor of the loss, a power of two, at least 1.
+        growth_interval: number of consecutive good steps after which the value is doubled.
+        hysteresis: number of overflows since the last growth after which the value is halved; each
+            further overflow halves it again. With 2, one overflow is tolerated.
+        good_steps: number of good steps since the last overflow or growth; saved in checkpoints.
+        patience: number of overflows until the value is halved; saved in checkpoints. 0:
+            hysteresis.
+
+    Raises:
+        UserError: A value is out of its range.
     """
 
     value: float = 2.0**16
@@ -32,7 +39,7 @@ class LossScale:
         self.patience = self.patience or self.hysteresis
 
     def update(self, overflow: bool) -> None:
-        """Count a step, whose gradients overflowed or not, and adapt the scale."""
+        """Count a step and adapt the value. overflow: whether its gradients overflowed."""
         if overflow:
             self.good_steps = 0
             self.patience -= 1
@@ -45,10 +52,10 @@ class LossScale:
             self.value *= 2
 
     def state(self) -> dict:
-        """Return what a checkpoint keeps."""
+        """Return the values for a checkpoint: value, good_steps and patience."""
         return {name: getattr(self, name) for name in STATE}
 
     def load(self, state: dict) -> None:
-        """Go on from a checkpoint's state."""
+        """Set the values from the state of a checkpoint."""
         for name in STATE:
             setattr(self, name, state[name])

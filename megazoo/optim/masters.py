@@ -1,4 +1,4 @@
-"""The fp32 weights of an optimizer's state, kept equal to the parameters that are rounded from
+"""The fp32 master weights of an optimizer, kept equal to the parameters that are rounded from
 them."""
 
 from collections.abc import Iterator
@@ -10,20 +10,20 @@ from megazoo.errors import UserError, advise
 from megazoo.optim.base import MASTER
 from megazoo.parallel.module import NamedParameter
 
-PIECE_ELEMENTS = 1 << 22  # 16 MB of fp32: what is compared or read at once
+PIECE_ELEMENTS = 1 << 22  # 16 MB of fp32: size of a chunk to compare or read
 
 
 class MasterWeights:
-    """Updates master weights whose parameters were written by something other than a step.
+    """Updates master weights whose parameters were written by anything except a step.
 
-    A step updates a master weight and rounds it into its parameter. Any other write (a load, a copy
-    in place) changes the parameter's version, which torch counts. Then each master that does not
-    round to its parameter's value takes that value; the others keep what they have. A write through
-    `parameter.data` does not change the version: it is not seen.
+    A step updates a master weight and rounds it to its parameter. Any other write (a load, an
+    in-place copy) changes the version of the parameter, which torch counts. Then each master
+    element that does not round to its parameter's value is set to that value. A write through
+    `parameter.data` does not change the version, so it is not detected.
 
     `model.read_from` are the sources (megazoo/checkpoint/source.py) of the weights, until the first
-    step. Where they hold more precision than the parameter, masters take their values, a piece at a
-    time, if these round to the parameter's.
+    step. If they have higher precision than the parameter, masters take their values in chunks,
+    where these round to the parameter's.
     """
 
     def __init__(self):
@@ -56,12 +56,12 @@ class MasterWeights:
 
 
 def versions_of(entries: list[NamedParameter]) -> dict[str, int]:
-    """Return how often each parameter was written, by its name."""
+    """Return the number of writes to each parameter, as {name: number}."""
     return {entry.name: entry.parameter._version for entry in entries}
 
 
 def _take_from(source, optimizer, entries: list[NamedParameter]) -> None:
-    """Give masters the values of a source that holds more precision than the parameters."""
+    """Copy values from a source with higher precision than the parameters to the masters."""
     for entry in entries:
         if not _is_more_precise(source, entry):
             continue
@@ -75,8 +75,8 @@ def _take_from(source, optimizer, entries: list[NamedParameter]) -> None:
 def _pieces(
     optimizer, entry: NamedParameter
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, tuple[int, int]]]:
-    """Yield this replica's master of a parameter a piece at a time: the master's elements, the
-    parameter's on the same device, and which of the parameter's they are, first and last + 1."""
+    """Yield this replica's master of a parameter in chunks: the elements of the master, those of
+    the parameter on the same device, and their range (first, last + 1) in the parameter."""
     master = optimizer.state[entry.name][MASTER]
     first, last = optimizer.ranges[entry.name]
     weights = entry.parameter.detach().view(-1)
@@ -87,7 +87,7 @@ def _pieces(
 
 
 def _is_more_precise(source, entry: NamedParameter) -> bool:
-    """Return whether a source holds a parameter's values in more precision than the parameter."""
+    """Return whether a source has a parameter in higher precision than the model."""
     spec = source.specs.get(entry.name)
     if spec is None or spec.shape != entry.spec.shape:
         return False

@@ -1,5 +1,5 @@
 """Muon over this rank's part of a model: orthogonalised momentum for the matrices of linear layers,
-AdamW for all else."""
+AdamW for all other parameters."""
 
 import math
 from functools import partial
@@ -21,32 +21,50 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Muon(AdamW):
-    """Muon (Jordan et al. 2024): the step of a matrix is its momentum, orthogonalised.
+    """Optimize a model with Muon (Jordan et al. 2024): the step of a matrix is its orthogonalised
+    momentum.
 
         m <- momentum m + (1 - momentum) g
-        u  = momentum m + (1 - momentum) g        with nesterov, else m
+        u  = momentum m + (1 - momentum) g        with nesterov, otherwise m
         W <- (1 - lr weight_decay) W - lr sqrt(max(1, rows / columns)) NewtonSchulz(u)
 
-    That is of each whole matrix of a linear layer: q, k and v of a fused projection are three, gate
-    and up two, and the factors of adapters are matrices, too. Embeddings, heads, norms and biases
-    are trained by AdamW. The result does not depend on the layout: each matrix is brought together
-    on one rank of (dp x cp x tp), which orthogonalises it for all; the work is balanced by cost.
+    This is computed for each full matrix of a linear layer: q, k and v of a fused projection are
+    three matrices, gate and up two, and the factors of adapters are matrices too. Embeddings,
+    heads, norms and biases are trained with AdamW. The result does not depend on the layout: each
+    matrix is gathered on one rank of (dp x cp x tp), which orthogonalises it for all. The work is
+    balanced by cost. The factor sqrt(max(1, rows / columns)) is that of Jordan, as in
+    torch.optim.Muon.
 
-    Every rank makes it, together with the others.
+    Every rank creates it, together with the others.
 
     Args:
-        model: its parameters are trained, but for those that are frozen by now.
-        lr: step size of matrices; assign to `opt.lr` to change it, and AdamW's in proportion.
-        momentum, nesterov, ns_steps: as above; ns_steps is how many iterations of Newton-Schulz.
-        weight_decay: of matrices.
-        adamw: settings of AdamW for the rest, by its names: lr (by default 3e-4), betas, eps,
+        model: the model. Its parameters are trained, except those that are frozen when the
+            optimizer is created.
+        lr: learning rate of matrices; assign to `opt.lr` to change it, and that of AdamW in
+            proportion.
+        momentum: see above.
+        nesterov: see above.
+        ns_steps: number of Newton-Schulz iterations.
+        weight_decay: for matrices.
+        clip_grad: largest global gradient norm; 0: no clipping.
+        adamw: settings of AdamW for the other parameters: lr (default: 3e-4), betas, eps,
             weight_decay.
-        clip_grad, zero, loss_scale: as in AdamW; zero 1 shares the momentum, too.
-        ns_dtype: in which Newton-Schulz is computed, "float32" or "bfloat16"; "auto" is float32 on
-            CPUs, bfloat16 on CUDA.
+        zero: 1: shard the optimizer state over the replicas, including the momentum (see AdamW).
+        loss_scale: as in AdamW.
+        ns_dtype: data type of the Newton-Schulz iterations: "float32", "bfloat16", or "auto":
+            float32 on CPUs, bfloat16 on CUDA.
 
-    The state of a matrix: `momentum`, fp32, of the elements that this rank updates; and `master`,
-    as in AdamW. The factor sqrt(max(1, rows / columns)) is Jordan's, as in torch.optim.Muon.
+    Attributes:
+        state: for each matrix `momentum`, fp32, for the elements that this rank updates, and
+            `master` as in AdamW.
+
+    Raises:
+        UserError: A setting is invalid, or a matrix is sharded over another axis than tp.
+
+    Example:
+        optimizer = Muon(model, lr=0.02, adamw={"lr": 3e-4})
+        model.train_batch(ids, labels=ids)
+        optimizer.step()
     """
 
     def __init__(
@@ -90,7 +108,7 @@ class Muon(AdamW):
             self._group(decayed, self.defaults["weight_decay"]),
             self._group(vectors, 0.0),
         ]
-        # not self.range_of, by which optimizer and matrices would keep each other alive
+        # not self.range_of, which would create a reference cycle
         ranges = partial(_range_of, self.buckets) if self.sharded else None
         self.whole = WholeMatrices(self.matrices, self.ctx, cost_of, ranges)
 
@@ -102,7 +120,7 @@ class Muon(AdamW):
 
     @property
     def step_flops(self) -> float:
-        """The FLOPs with which this rank orthogonalises the matrices that it owns, in a step."""
+        """The FLOPs per step with which this rank orthogonalises the matrices that it owns."""
         mine = (matrix for matrix in self.whole.matrices if matrix.owner == self.whole.me)
         cost = sum(cost_of(matrix.rows, matrix.columns) for matrix in mine)
         return 2.0 * self.param_groups[0]["ns_steps"] * cost
@@ -122,10 +140,10 @@ class Muon(AdamW):
         if "momentum" not in group:
             super()._update(entries, group, scale)
             return
-        stepped = {entry.name for entry in entries}  # what got a gradient
+        stepped = {entry.name for entry in entries}  # parameters with a gradient
 
         def direction_of(which: Matrix) -> torch.Tensor:
-            """Return this rank's elements of u, the momentum that the gradient has gone into."""
+            """Update the momentum, and return this rank's elements of u."""
             entry, mine = which.entry, self.whole.mine(which)
             buffer = self.state[entry.name][MOMENTUM][mine]
             if entry.name not in stepped:
@@ -136,7 +154,7 @@ class Muon(AdamW):
             return gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
 
         def step_of(whole: torch.Tensor, which: Matrix) -> torch.Tensor:
-            """Return by what a whole matrix changes, for a learning rate of 1."""
+            """Return the step of a full matrix for a learning rate of 1."""
             factor = math.sqrt(max(1.0, which.rows / which.columns))
             return factor * orthogonalised(whole, group["ns_steps"], self.ns_dtype).float()
 
@@ -156,37 +174,38 @@ class Muon(AdamW):
 
 
 def _range_of(buckets: GradientBuckets, entry: NamedParameter, replica: int) -> tuple[int, int]:
-    """Return which elements of a parameter, flattened, a replica has the state of."""
+    """Return the range of the flattened parameter whose state a replica has."""
     return element_range(entry, buckets, replica)
 
 
 def _check_settings(muon: dict, adamw: dict, ns_dtype: str) -> None:
-    """Raise UserError for a setting of Muon that can't be, or one that AdamW has not."""
+    """Raise UserError for an invalid setting of Muon, or an unknown one of AdamW."""
     unknown = adamw.keys() - {"lr", "betas", "eps", "weight_decay"}
     if unknown:
-        raise UserError(f"adamw has no setting {min(unknown)}: it has lr, betas, eps, weight_decay")
+        raise UserError(f"adamw has no setting {min(unknown)}: use lr, betas, eps, weight_decay")
     check_number("lr", muon["lr"], 0)
     check_number("momentum", muon["momentum"], 0, 1)
     check_number("ns_steps", muon["ns_steps"], 1, whole=True)
     check_number("weight_decay", muon["weight_decay"], 0)
     if ns_dtype not in ("auto", *DTYPES):
-        raise UserError(f"ns_dtype {ns_dtype!r} is none of auto, {', '.join(DTYPES)}")
+        raise UserError(f"ns_dtype {ns_dtype!r} is not supported: use auto, {', '.join(DTYPES)}")
 
 
 def _check_cuts(model, names: set[str]) -> None:
-    """Raise UserError for a matrix that is cut over another axis than tp: it is never whole."""
+    """Raise UserError for a matrix that is sharded over another axis than tp, which is never
+    gathered."""
     for entry in model.trained_entries():
         others = [shard.axis for shard in entry.spec.shards if shard.axis != "tp"]
         if entry.name in names and others:
             raise UserError(
-                f"Muon can't train {entry.name}: it brings together matrices that are cut over tp, "
-                f"and this one is cut over {others[0]}; leave it out of `multiplied`, or use AdamW"
+                f"Muon can't train {entry.name}: it supports matrices that are sharded over tp, "
+                f"this one over {others[0]}. Remove it from `multiplied`, or use AdamW"
             )
 
 
 def linear_names(model: nn.Module) -> set[str]:
-    """Return the names of the matrices by which tokens are multiplied: those of linear layers, of
-    adapters, and of layers of one's own that name them in `multiplied`."""
+    """Return the names of the matrices that multiply tokens: those of linear layers, adapters, and
+    custom layers that list them in `multiplied`."""
     return {
         f"{prefix}.{name}"
         for prefix, module in model.named_modules()

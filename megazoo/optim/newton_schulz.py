@@ -1,15 +1,15 @@
-"""Orthogonalise a matrix by Newton-Schulz iterations, as Muon does."""
+"""Orthogonalise a matrix with Newton-Schulz iterations, as in Muon."""
 
 import torch
 
-# Of the quintic polynomial, whose slope at 0 is as large as can be: Jordan et al. 2024.
+# Coefficients of the quintic polynomial with the largest slope at 0: Jordan et al. 2024.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPSILON = 1e-7
 
 
 def orthogonalised(matrix: torch.Tensor, steps: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return U S' V^T of a matrix U S V^T, where S' is between about 0.7 and 1.2: [rows, columns]
-    -> the same, of `dtype`, in which it is computed.
+    """Return U S' V^T for a matrix U S V^T, where S' is between about 0.7 and 1.2: [rows, columns]
+    -> the same shape, computed in `dtype`.
 
     Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/.
     """
@@ -25,6 +25,6 @@ def orthogonalised(matrix: torch.Tensor, steps: int, dtype: torch.dtype) -> torc
 
 
 def cost_of(rows: int, columns: int) -> int:
-    """Return the multiply-adds of one iteration."""
+    """Return the number of multiply-adds of one iteration."""
     short, long = sorted((rows, columns))
     return 2 * short * short * long + short**3

@@ -1,4 +1,4 @@
-"""The update of weights on a device by a state in the CPU's memory, piece by piece."""
+"""The update of weights on a device with a state in CPU memory, in pieces."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,13 +9,13 @@ import torch
 from megazoo.parallel.device import share_cores
 from megazoo.torch_internals import copy_each
 
-PIECE_ELEMENTS = 1 << 24  # 64 MB of fp32: large enough that a copy's start costs nothing
-ALIGNMENT = 64  # elements: pieces begin where a kernel's vectors do
+PIECE_ELEMENTS = 1 << 24  # 64 MB of fp32: large enough to hide the start of a copy
+ALIGNMENT = 64  # elements: pieces start at vector boundaries of the kernels
 
 
 class Row(NamedTuple):
-    """What this replica has of a parameter, each of the same length [n]: weights and gradient on
-    the device, and its state on the CPU, of which the first is the fp32 weights."""
+    """This replica's part of a parameter, tensors of the same length [n]: weights and gradient on
+    the device, and states on the CPU, the first of which are the fp32 weights."""
 
     weights: torch.Tensor
     gradient: torch.Tensor
@@ -28,14 +28,12 @@ class Row(NamedTuple):
 
 
 class Staging:
-    """Page-locked memory, used again and again, through which gradients come to the CPU and weights
-    go back to the device.
+    """Reusable pinned memory for gradients on their way to the CPU and weights on their way back.
 
-    While the CPU updates a piece, the gradients of the next one come and the weights of the one
-    before go. All copies are in the device's current stream, one after the other, which has nothing
-    else to do in a step; the host waits once for each piece, for its gradients.
-    Memory: 2 pieces of gradients and 2 of weights on the CPU, and one of each on the device while
-    it copies.
+    While the CPU updates a piece, the gradients of the next one arrive and the weights of the
+    previous one are sent. All copies are in the current stream of the device, which is otherwise
+    idle during a step. The host waits once per piece, for its gradients. Memory: 2 pieces of
+    gradients and 2 of weights on the CPU, and one of each on the device during the copy.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, elements: int = PIECE_ELEMENTS):
@@ -52,13 +50,14 @@ class Staging:
         scale: torch.Tensor | None,
         update: Callable[[list[torch.Tensor], list[Sequence[torch.Tensor]]], None],
     ) -> None:
-        """Update the rows' states on the CPU by their gradients; give the weights to the device.
+        """Update the states of the rows on the CPU with their gradients, and send the weights to
+        the device.
 
-        scale: on the device; the gradients are divided by it. update(gradients, states): changes
-        the states of some rows in place, the lists of which are equally long.
+        scale: divisor of the gradients, on the device. update(gradients, states): changes the
+        states of some rows in place; both lists have the same length.
         """
         pieces = cut(rows, self.elements)
-        if not pieces:  # all of it is other replicas'
+        if not pieces:  # this replica has no elements
             return
         with all_cores():
             wait = self._fetch(pieces[0], scale, 0)
@@ -72,7 +71,8 @@ class Staging:
                 self._send(piece, slot)
 
     def _fetch(self, piece: list[Row], scale: torch.Tensor | None, slot: int) -> Callable[[], None]:
-        """Start to copy the gradients of a piece to the CPU; returns what waits for them."""
+        """Start copying the gradients of a piece to the CPU; return a function that waits for
+        them."""
         size = sum(map(room_of, piece))
         flat = torch.empty(size, dtype=torch.float32, device=self.device)
         copy_each(places(flat, piece), [row.gradient for row in piece])
@@ -86,10 +86,10 @@ class Staging:
         return copied.synchronize
 
     def _send(self, piece: list[Row], slot: int) -> None:
-        """Start to copy the weights of a piece to the device.
+        """Start copying the weights of a piece to the device.
 
-        What the slot had before is there by now: its copy was ahead of this piece's gradients,
-        which have come.
+        The previous weights in this slot have already been copied: their copy was queued before
+        this piece's gradients, which have arrived.
         """
         size, pinned = sum(map(room_of, piece)), self.weights[slot]
         copy_each(places(pinned, piece), [row.states[0] for row in piece])
@@ -99,9 +99,9 @@ class Staging:
 
 
 def cut(rows: list[Row], limit: int) -> list[list[Row]]:
-    """Cut rows into pieces that need at most `limit` elements of a flat tensor, in their order.
+    """Split rows into pieces that need at most `limit` elements of a flat tensor, in order.
 
-    limit: a multiple of ALIGNMENT, at which every row begins there; a row may go over several
+    limit: a multiple of ALIGNMENT, at which every row starts. A row may be split over several
     pieces.
     """
     pieces: list[list[Row]] = [[]]
@@ -121,8 +121,8 @@ def cut(rows: list[Row], limit: int) -> list[list[Row]]:
 
 @contextmanager
 def all_cores() -> Iterator[None]:
-    """Within this block compute in this rank's share of the machine's cores: torchrun gives a rank
-    one thread, as if all work were the device's."""
+    """Within this block, use this rank's share of the machine's cores: torchrun sets one thread per
+    rank, which assumes that the device does all work."""
     before = torch.get_num_threads()
     share_cores()
     try:
@@ -132,11 +132,12 @@ def all_cores() -> Iterator[None]:
 
 
 def room_of(row: Row) -> int:
-    """Count the elements that a row needs of a flat tensor, so that the next one begins aligned."""
+    """Return the number of elements that a row needs in a flat tensor, so that the next one is
+    aligned."""
     return -(-row.weights.numel() // ALIGNMENT) * ALIGNMENT
 
 
 def places(flat: torch.Tensor, piece: list[Row]) -> list[torch.Tensor]:
-    """Return where the rows of a piece lie in a flat tensor, one after the other."""
+    """Return views of the rows of a piece in a flat tensor, one after the other."""
     parts = flat[: sum(map(room_of, piece))].split([room_of(row) for row in piece])
     return [part[: row.weights.numel()] for part, row in zip(parts, piece, strict=True)]

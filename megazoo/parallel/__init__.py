@@ -1,6 +1,7 @@
-"""Where ranks stand and how they talk: the mesh, collectives, shards, schedules, gradient buckets.
+"""Ranks and their communication: the mesh, collectives, shards, schedules, gradient buckets.
 
-Layers and models stand on this; it knows neither. Read first: context.py, shard.py, module.py.
+Layers and models are built on this package, which does not import them. Read first: context.py,
+shard.py, module.py.
 """
 
 from typing import TYPE_CHECKING
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from megazoo.parallel.shard import ParameterSpec, Shard
     from megazoo.parallel.stages import Stage
 
-# What needs torch is imported when it is first used: the flags' help names the schedules without.
+# Modules that need torch are imported on first use, so that --help does not import torch.
 __getattr__, __dir__ = lazy_attributes(
     __name__,
     {

@@ -1,4 +1,4 @@
-"""Where a rank stands: the mesh of all ranks, and the process groups along its axes."""
+"""The mesh of all ranks, the place of a rank in it, and the process groups along its axes."""
 
 import math
 import os
@@ -48,58 +48,73 @@ from megazoo.parallel.startup import (
     world_and_rank,
 )
 
-# The axes of the mesh, slowest to fastest: tp ranks are neighbours, so that they share a node.
+# The axes of the mesh, slowest to fastest: tp ranks are neighbours, so that they are on one node.
 AXES = ("pp", "dp", "cp", "tp")
-# How attention looks beyond the part of a sequence that a rank of the axis cp has: see
-# megazoo/layers/context_parallel.py.
+# How attention communicates between cp ranks: see megazoo/layers/context_parallel.py.
 CP_METHODS = ("allgather", "ulysses")
 DEFAULT_TIMEOUT = timedelta(minutes=10)
-NO_RANKS = "a virtual context has no ranks to talk to: it can build a model, not run it"
+NO_RANKS = "a virtual context has no other ranks: it can build a model, but not run it"
 
 
 @dataclass(frozen=True, eq=False)
 class ParallelContext(ShortNames):
-    """One rank's place in the mesh of all ranks, and the groups through which it talks.
+    """Describe the place of one rank in the mesh of all ranks, and its process groups.
 
-    tp, pp, cp, dp: the axes of the mesh. ctx.tp.size is the number of ranks along one, ctx.tp.rank
-    the place of this rank, ctx.tp.group their process group; tp_size, tp_rank and tp_group are
-    short for these.
+    Create it with `from_torch`, and pass it to models and layers: as an argument `ctx=`, or with a
+    block `with ctx:` around their construction. They keep it. The default context has one rank and
+    no process group. A virtual context has sizes and ranks, but only VirtualGroups. It can build
+    any rank of any world, and run it on the meta device, without values.
 
-    A context is an explicit value: layers take the ambient one when they are built (`with ctx:`)
-    and keep it. The default is a world of one, which needs no process group. A virtual context has
-    sizes and ranks but only VirtualGroups: enough to build any rank of any world, and to run it on
-    the meta device, without values.
+    Ranks are ordered with tp fastest, then cp, dp and pp, as in Megatron-LM.
+
+    Attributes:
+        tp, pp, cp, dp: the axes of the mesh. For each, e.g. tp: ctx.tp.size is the number of ranks
+            along it, ctx.tp.rank this rank's index, ctx.tp.group their process group. Short names:
+            tp_size, tp_rank, tp_group.
+        token_axis: dp and cp as one axis: the ranks with different tokens and the same parameters.
+        rank: this rank's index in the world.
+        world_size: number of ranks.
+        device: device of this rank.
+        sequence_parallel: whether sequence parallelism is on.
+
+    Example:
+        ctx = ParallelContext.from_torch(tensor_parallel_size=2)  # torchrun --nproc-per-node 4 ...
+        model = megazoo.from_config("gpt2-tiny", ctx)  # tp 2, dp 2
     """
 
     sizes: tuple[int, ...] = (1,) * len(AXES)  # along each of AXES
     rank: int = 0  # in the world
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     mesh: DeviceMesh | None = field(default=None, repr=False)
-    # of the ranks along dp and cp together, where both are above 1
+    # group of the ranks along dp and cp, if both are above 1
     joint_group: dist.ProcessGroup | None = field(default=None, repr=False)
     folded_sizes: tuple[tuple[str, int], ...] = ()  # names and sizes of the axes in `folded`
-    # along each of these axes, and of its replicas
+    # groups along each of these axes, and of its replicas
     folded_groups: tuple[tuple[dist.ProcessGroup, dist.ProcessGroup], ...] = field(
         default=(), repr=False
     )
-    # between tensor-parallel regions each tp rank has its part of the sequence
+    # whether each tp rank has its part of the sequence between tensor-parallel regions
     sequence_parallel: bool = False
     cp_method: str = "allgather"  # one of CP_METHODS
     # which rank of the pipeline has which stage
     placement: Placement = field(default_factory=Placement)
     stage_layers: str | tuple[int, ...] = "balanced"  # or "uniform", or the layers of each stage
-    name: str = field(default="", repr=False)  # the same on all ranks, and of no other context
-    calls: dict[str, int] = field(default_factory=dict, repr=False)  # made together: see failure.py
-    timeout: timedelta = field(default=DEFAULT_TIMEOUT, repr=False)  # of every wait on every group
+    name: str = field(default="", repr=False)  # unique, the same on all ranks
+    calls: dict[str, int] = field(
+        default_factory=dict, repr=False
+    )  # counts of collective calls: see failure.py
+    timeout: timedelta = field(
+        default=DEFAULT_TIMEOUT, repr=False
+    )  # limit of every wait on every group
     tp: Axis = field(init=False, repr=False)
     pp: Axis = field(init=False, repr=False)
     cp: Axis = field(init=False, repr=False)
     dp: Axis = field(init=False, repr=False)
-    # The ranks that have different tokens and the same parameters: dp and cp as one axis. The loss,
-    # the count of its labels and the gradients are summed over it, ZeRO-1 shards the optimizer over
-    # it, and each of its ranks draws its own dropout masks.
+    # The ranks with different tokens and the same parameters: dp and cp as one axis. The loss, the
+    # number of labels and the gradients are summed over it. ZeRO-1 shards the optimizer over it.
+    # Each of its ranks draws different dropout masks.
     token_axis: Axis = field(init=False, repr=False)
-    # The axes that are folded into the token axis, by name: parameters may be cut over them.
+    # The axes folded into the token axis, by their names: parameters may be sharded over them.
     folded: dict[str, FoldedAxis] = field(init=False, repr=False)
 
     def __post_init__(self):
@@ -110,7 +125,7 @@ class ParallelContext(ShortNames):
         }
         axes["token_axis"] = joined(axes["dp"], axes["cp"], self.joint_group)
         for name, axis in axes.items():
-            object.__setattr__(self, name, axis)  # of a frozen dataclass
+            object.__setattr__(self, name, axis)  # the dataclass is frozen
         folded = folded_into(self.token_axis, self.folded_sizes, self.folded_groups)
         object.__setattr__(self, "folded", folded)
         if self.tp.size == 1:
@@ -133,28 +148,46 @@ class ParallelContext(ShortNames):
         device: str | torch.device = "auto",
         timeout: timedelta = DEFAULT_TIMEOUT,
     ) -> "ParallelContext":
-        """Return the context of this rank, from torchrun's environment or an initialised
+        """Return the context of this rank, from the environment of torchrun or an initialised
         torch.distributed.
 
-        data_parallel_size follows from the world when it is None. device: "cpu", "cuda" or "auto"
-        (the default), which is CUDA where this machine has a device for each of its ranks. timeout
-        bounds every wait on every group.
-        context_parallel_size: ranks that share each sequence. context_parallel_method: "allgather"
-        gives each the keys and values of all, "ulysses" (Jacobs et al. 2023) some heads of the
-        whole sequence.
-        sequence_parallel: between tensor-parallel regions cut the activations along the sequence
-        (Korthikanti et al. 2022): norms, dropouts and residuals then take 1 / tp of the memory;
-        in return backward gathers once more what a column-parallel layer takes. None: on CUDA.
-        virtual_pipeline_size: stages of a rank; above 1, 1f1b is the interleaved schedule.
-        placement: which rank has which stage: "loop", in turn; or "v", for schedules that name it
-        (see megazoo/parallel/placement.py).
-        stage_layers: where the stages are cut: "balanced" by cost, the embedding's and the head's
-        included; "uniform" by layers; or the number of layers of each.
-        folded: names and sizes of axes that are folded into dp x cp, {"ep": 2}, for parameters that
-        are cut over them: ctx.axis("ep"). The size divides dp x cp.
-        In a plain process (no launcher) with all sizes 1, nothing is initialised. What is
-        initialised here ends with the process, for which its ranks wait for each other a moment.
-        UserError if a size is no whole number above 0, or the sizes don't multiply to the world.
+        In a single process (no launcher) with all sizes 1, torch.distributed is not initialised. If
+        this function initialises it, it is closed at the end of the process, where the ranks wait
+        for each other for a few seconds.
+
+        Args:
+            tensor_parallel_size: number of ranks (tp) that split each layer.
+            pipeline_parallel_size: number of ranks (pp) that split the layers into stages.
+            data_parallel_size: number of replicas (dp); default: world size / (tp x pp x cp).
+            context_parallel_size: number of ranks (cp) that split each sequence.
+            context_parallel_method: "allgather" gathers the keys and values of all cp ranks;
+                "ulysses" (Jacobs et al. 2023) exchanges heads, so that each rank attends over the
+                full sequence.
+            sequence_parallel: whether to split activations along the sequence between
+                tensor-parallel regions (Korthikanti et al. 2022). Norms, dropouts and residuals
+                then need 1 / tp of the memory, and backward gathers the inputs of column-parallel
+                layers again. None: on CUDA only.
+            virtual_pipeline_size: number of stages per rank; above 1, 1f1b is the interleaved
+                schedule.
+            placement: which rank has which stage: "loop", round-robin; or "v", for schedules that
+                require it (see megazoo/parallel/placement.py).
+            stage_layers: how layers are divided into stages: "balanced" by cost, including
+                embedding and head; "uniform" by number of layers; or the number of layers of each
+                stage.
+            folded: names and sizes of axes that are folded into dp x cp, e.g. {"ep": 2}, for
+                parameters that are sharded over them: ctx.axis("ep"). Each size must divide dp x
+                cp.
+            device: "cpu", "cuda", or "auto": CUDA if this machine has a device for each of its
+                ranks.
+            timeout: limit of every wait on every group.
+
+        Raises:
+            UserError: A size is not an integer above 0, or the sizes do not multiply to the world
+                size.
+
+        Example:
+            # torchrun --nproc-per-node 8 train.py: tp 2, pp 2, dp 2
+            ctx = ParallelContext.from_torch(tensor_parallel_size=2, pipeline_parallel_size=2)
         """
         check_timeout(timeout)
         tp, pp, cp = tensor_parallel_size, pipeline_parallel_size, context_parallel_size
@@ -180,8 +213,8 @@ class ParallelContext(ShortNames):
         return here._started(device, timeout)
 
     def _started(self, device: torch.device, timeout: timedelta) -> "ParallelContext":
-        """Return this context on a device, with torch.distributed started where it is not, and
-        closed at the end of the process."""
+        """Return this context on a device; start torch.distributed if needed, and close it at the
+        end of the process."""
         take(device)
         allow_sockets(self.world_size)
         if initialized := not dist.is_initialized():
@@ -196,8 +229,7 @@ class ParallelContext(ShortNames):
         return context
 
     def _connected(self, device: torch.device, timeout: timedelta) -> "ParallelContext":
-        """Return this context on a device, with the groups through which its ranks talk. Every rank
-        calls it."""
+        """Return this context on a device, with its process groups. Every rank calls it."""
         ranks = torch.arange(self.world_size).view(self.sizes)
         groups, joint = groups_of(ranks, device, timeout), None
         if self.dp_size > 1 and self.cp_size > 1:
@@ -238,10 +270,22 @@ class ParallelContext(ShortNames):
         stage_layers: str | Sequence[int] = "balanced",
         folded: Mapping[str, int] | None = None,
     ) -> "ParallelContext":
-        """Return the context of rank `rank` of a world that need not exist.
+        """Return the context of one rank of a world that need not exist, without starting
+        processes.
 
-        virtual: the stages of a rank. placement: which rank has which: "loop" or "v". folded: as in
-        `from_torch`. UserError if the world has no such rank, or can't have such stages or axes.
+        Args:
+            tp, pp, dp, cp: sizes of the axes.
+            rank: the rank.
+            virtual: number of stages per rank.
+            cp_method, sequence_parallel, placement, stage_layers, folded: as in `from_torch`
+                (cp_method: its context_parallel_method).
+
+        Raises:
+            UserError: The world has no such rank, or stages or axes are invalid.
+
+        Example:
+            ctx = ParallelContext.virtual(tp=2, rank=1)
+            ColumnParallelLinear(8, 6, ctx=ctx).weight.shape  # [3, 8]
         """
         size = {"tp": tp, "pp": pp, "dp": dp, "cp": cp}
         sizes = tuple(size[axis] for axis in AXES)
@@ -249,11 +293,11 @@ class ParallelContext(ShortNames):
             world = f"{product_of(tp, pp, dp, cp)} = {math.prod(sizes)} ranks"
             raise UserError(f"rank {rank} is not in a world of {world}")
         if cp_method not in CP_METHODS:
-            known = " and ".join(CP_METHODS)
-            raise UserError(f"unknown cp-method {cp_method!r}: there are {known}")
+            known = " or ".join(CP_METHODS)
+            raise UserError(f"unknown cp-method {cp_method!r}: use {known}")
         check_folded(folded or {}, dp, cp, (*AXES, "token_axis"))
         if virtual > 1 and pp == 1:
-            raise UserError(f"virtual-pp {virtual} cuts the stages of a pipeline: use pp 2 or more")
+            raise UserError(f"virtual-pp {virtual} needs a pipeline: use pp 2 or more")
         return cls(
             sizes,
             rank,
@@ -265,18 +309,18 @@ class ParallelContext(ShortNames):
         )
 
     def axis(self, name: str) -> Axis:
-        """Return the axis of that name, one of AXES or of those that are folded."""
+        """Return the axis with this name: one of AXES, token_axis, or a folded one."""
         return self.folded[name] if name in self.folded else getattr(self, name)
 
     @property
     def axes(self) -> tuple[Axis, ...]:
-        """All axes, in the order of AXES: what is reduced over each of them is over the world."""
+        """All axes, in the order of AXES. A reduction over all of them is over the world."""
         return tuple(getattr(self, name) for name in AXES)
 
     @cached_property
     def cp_as_dp(self) -> "ParallelContext":
-        """The same ranks with those along cp counted along dp, each with whole sequences of its
-        own: for generation, whose sequences grow by a token at a time."""
+        """The same ranks, with cp as part of dp, so that each rank has full sequences: for
+        generation, where sequences grow token by token."""
         if self.cp_size == 1:
             return self
         size = dict(zip(AXES, self.sizes, strict=True)) | {"dp": self.token_axis.size, "cp": 1}
@@ -299,37 +343,37 @@ class ParallelContext(ShortNames):
         return replace(self, sizes=sizes, mesh=mesh, joint_group=None)
 
     def new_cpu_group(self, timeout: timedelta | None = None) -> dist.ProcessGroup | None:
-        """Make a group of all ranks for CPU tensors, for a thread of its own; every rank calls it.
-        None for one rank. timeout: the context's by default."""
+        """Create a group of all ranks for CPU tensors, for use in a separate thread; every rank
+        calls it. None for one rank. timeout: default: that of the context."""
         if self.world_size == 1:
             return None
         group = dist.new_group(backend="gloo", timeout=timeout or self.timeout)
-        assert isinstance(group, dist.ProcessGroup)  # of which this rank is
+        assert isinstance(group, dist.ProcessGroup)  # this rank is in it
         return group
 
     def require_ranks(self) -> None:
-        """Raise UserError in a virtual context: without its other ranks a model would give wrong
-        numbers."""
+        """Raise UserError in a virtual context, where a model would give wrong numbers without the
+        other ranks."""
         if self.world_size > 1 and self.mesh is None:
             raise UserError(NO_RANKS)
 
     def require_no_folded(self, what: str) -> None:
-        """Raise UserError if axes are folded into dp x cp: in `what`, replicas with such an axis
-        between them would not run layers equally often."""
+        """Raise UserError if axes are folded into dp x cp. what: the operation that does not
+        support them, because replicas would not run layers equally often."""
         if names := [name for name, axis in self.folded.items() if axis.size > 1]:
             raise UserError(
-                f"{what} does not take axes that are folded into dp x cp, here {', '.join(names)}: "
-                "save the model, and load it in a context without them"
+                f"{what} does not support axes that are folded into dp x cp, here "
+                f"{', '.join(names)}: save the model, and load it in a context without them"
             )
 
     @property
     def stage_count(self) -> int:
-        """The stages of the whole pipeline."""
+        """The number of stages of the whole pipeline."""
         return self.placement.count
 
     @property
     def virtual_size(self) -> int:
-        """The stages of a rank."""
+        """The number of stages per rank."""
         return self.placement.virtual
 
     @property
@@ -338,20 +382,20 @@ class ParallelContext(ShortNames):
 
     @property
     def place(self) -> dict[str, tuple[int, int]]:
-        """Where this rank lies along the axes over which parameters may be cut: (size, rank)."""
+        """The (size, rank) of this rank along each axis over which parameters may be sharded."""
         axes = {"tp": self.tp, **self.folded}
         return {name: (axis.size, axis.rank) for name, axis in axes.items()}
 
     def rank_at(self, **ranks: int) -> int:
-        """Return the rank in the world of the one that has the given ranks along the axes named,
-        rank_at(pp=3), and this rank's along all others."""
+        """Return the world rank with the given ranks along the named axes, e.g. rank_at(pp=3), and
+        this rank's along the others."""
         here = 0
         for name, axis in zip(AXES, self.axes, strict=True):
             here = here * axis.size + ranks.get(name, axis.rank)
         return here
 
     def place_of(self, rank: int) -> dict[str, int]:
-        """Return where a rank of the world lies along each axis."""
+        """Return the rank of a world rank along each axis."""
         place = {}
         for name, size in zip(reversed(AXES), reversed(self.sizes), strict=True):
             rank, place[name] = divmod(rank, size)
@@ -374,14 +418,14 @@ class ParallelContext(ShortNames):
     def __reduce_ex__(self, protocol):
         if self.mesh is not None:
             raise UserError(
-                "a model and its context can't be pickled on several ranks: save the model by "
-                "model.save_parallelized(DIRECTORY), a run by megazoo.checkpoint.save, or the "
+                "a model and its context can't be pickled on several ranks: save the model with "
+                "model.save_parallelized(DIRECTORY), a run with megazoo.checkpoint.save, or the "
                 "tensors of model.state_dict()"
             )
         return super().__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo) -> "ParallelContext":
-        return self  # process groups are places, not data: a copied model stays where it is
+        return self  # process groups can't be copied: a copied model uses the same
 
 
 _ambient: ContextVar[tuple[ParallelContext, ...]] = ContextVar(
@@ -390,5 +434,5 @@ _ambient: ContextVar[tuple[ParallelContext, ...]] = ContextVar(
 
 
 def current_context() -> ParallelContext:
-    """Return the context of the innermost `with ctx:`, or the world of one."""
+    """Return the context of the innermost `with ctx:` block, or the default one with one rank."""
     return _ambient.get()[-1]

@@ -170,7 +170,7 @@ def _check_folded_cuts(name: str, spec: ParameterSpec, ctx: ParallelContext) -> 
         if len(set(shard.sizes_of_ranks(size))) > 1 or any(shard.replicated(size)):
             raise UserError(
                 f"{name} has {spec.shape[shard.dim]} along dimension {shard.dim}, which can't be "
-                f"cut evenly over {shard.axis} {size}: use a size that divides them"
+                f"split evenly over {shard.axis} {size}: use a size that divides them"
             )
     if sum(ctx.folded[shard.axis].size > 1 for shard in cuts) > 1:
         names = " and ".join(shard.axis for shard in cuts)

@@ -1,10 +1,10 @@
-"""Pipeline schedules as pure tables: what each rank does, in what order. No processes needed.
+"""Pipeline schedules as tables: the actions of each rank, in order. They need no processes.
 
-A schedule is a function (rank, pp, virtual, microbatches) -> table: the list of a rank's actions.
-SCHEDULES has it by its name, and `placed` names its placement. Everything else
-follows from its tables: `timeline` says when each action would run, and `program` orders the
-point-to-point traffic by that, the same on both its sides; whether backward is in two parts, and
-how much memory is held, can be asked below.
+A schedule is a function (rank, pp, virtual, microbatches) -> table, the list of a rank's actions.
+SCHEDULES contains them by name, and `placed` sets their placement. The rest is derived from the
+tables: `timeline` computes when each action runs, `program` orders the point-to-point communication
+in the same way on both sides, and other functions return whether backward is split, and how much
+memory is needed.
 """
 
 from bisect import bisect_right
@@ -16,15 +16,14 @@ from typing import Any, NamedTuple
 from megazoo.errors import UserError
 from megazoo.parallel.placement import Placement
 
-# The time of each kind of action, by default.
+# The default time of each kind of action.
 COST: dict[Any, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 
 
 class Action(NamedTuple):
-    """What a rank does with one micro-batch in one stage; which rank has a stage says the
-    placement: see placement.py.
+    """One action of a rank: one micro-batch in one stage. For the ranks of stages see placement.py.
 
-    kind: "F" forward; "B" backward; or backward in two parts: "I", of the inputs, and "W", of the
+    kind: "F": forward; "B": backward; or backward in two parts: "I" of the inputs, "W" of the
     weights.
     """
 
@@ -40,8 +39,8 @@ Schedule = Callable[[int, int, int, int], list[Action]]
 
 
 def placed(placement: str) -> Callable[[Schedule], Schedule]:
-    """Mark a schedule, `@placed("v")`, as one whose stages lie so: see placement.py. Without a mark
-    they lie in a "loop"."""
+    """Decorate a schedule with its placement, e.g. `@placed("v")`: see placement.py. Default:
+    "loop"."""
 
     def mark(schedule: Any) -> Schedule:
         schedule.placement = placement
@@ -51,23 +50,24 @@ def placed(placement: str) -> Callable[[Schedule], Schedule]:
 
 
 def placement_of(schedule: Schedule, pp: int, virtual: int) -> Placement:
-    """Return where the stages of a schedule lie. UserError if it can't have so many a rank."""
+    """Return the placement of a schedule. UserError if it does not support this number of stages
+    per rank."""
     return Placement(getattr(schedule, "placement", "loop"), pp, virtual)
 
 
-# The schedules. virtual: the stages of a rank.
+# The schedules. virtual: number of stages per rank.
 
 
 def forward_only(rank: int, pp: int, virtual: int, microbatches: int) -> list[Action]:
-    """Evaluation: every micro-batch forward, in groups of at least pp, each group through all of
-    the rank's stages."""
+    """Return the table of an evaluation: every micro-batch forward, in groups of at least pp, each
+    group through all stages of the rank."""
     return _in_groups("F", Placement("loop", pp, virtual).stages_of(rank), pp, microbatches)
 
 
 @placed("v")
 def forward_only_v(rank: int, pp: int, virtual: int, microbatches: int) -> list[Action]:
-    """Evaluation in a V: forwards of a rank's first stage until the first micro-batch has come back
-    to its second, then of both in turn."""
+    """Return the table of an evaluation with placement v: forwards of a rank's first stage until
+    the first micro-batch reaches its second stage, then of both alternately."""
     down, up = placement_of(forward_only_v, pp, virtual).stages_of(rank)
     table = [Action("F", down, microbatch) for microbatch in range(microbatches)]
     warm_up = up - down
@@ -76,24 +76,24 @@ def forward_only_v(rank: int, pp: int, virtual: int, microbatches: int) -> list[
     return table
 
 
-# What evaluates where the stages of a model lie so.
+# The evaluation schedule for each placement.
 FORWARD_ONLY: dict[str, Schedule] = {"loop": forward_only, "v": forward_only_v}
 
 
 def gpipe(rank: int, pp: int, virtual: int, microbatches: int) -> list[Action]:
-    """All forwards, then all backwards: simple, and all micro-batches in flight at once (Huang et
-    al. 2019)."""
+    """Return the table of GPipe: all forwards, then all backwards, with all micro-batches in flight
+    (Huang et al. 2019)."""
     forwards = forward_only(rank, pp, virtual, microbatches)
     return forwards + _backwards(rank, pp, virtual, microbatches)
 
 
 def one_f_one_b(rank: int, pp: int, virtual: int, microbatches: int) -> list[Action]:
-    """1F1B: after a warm-up, one forward and one backward in turn; min(pp - rank, microbatches) in
-    flight.
+    """Return the table of 1F1B: after a warm-up, one forward and one backward alternately, with
+    min(pp - rank, microbatches) in flight.
 
-    The bubble is that of gpipe, (pp - 1) / microbatches (PipeDream-Flush). With several stages a
-    rank it is the interleaved schedule, whose bubble is as many times smaller, for as many times
-    the traffic (Narayanan et al. 2021).
+    The bubble is the same as in gpipe, (pp - 1) / microbatches (PipeDream-Flush). With several
+    stages per rank it is the interleaved schedule: the bubble is divided by their number, and the
+    communication is multiplied by it (Narayanan et al. 2021).
     """
     forwards = forward_only(rank, pp, virtual, microbatches)
     backwards = _backwards(rank, pp, virtual, microbatches)
@@ -107,14 +107,16 @@ def one_f_one_b(rank: int, pp: int, virtual: int, microbatches: int) -> list[Act
 
 
 def zb_h1(rank: int, pp: int, virtual: int, microbatches: int) -> list[Action]:
-    """1F1B with backward in two parts: a rank's weights wait until their time would be idle, `rank`
-    micro-batches long.
+    """Return the table of ZB-H1: 1F1B with a split backward, where rank r delays weight gradients
+    by r micro-batches into idle time.
 
-    The bubble is a third of 1F1B's where F, I and W take equally long, in the memory of 1F1B's
-    first stage (ZB-H1: Qi et al. 2023).
+    The bubble is a third of that of 1F1B if F, I and W take the same time. Every rank needs the
+    memory of the first stage of 1F1B (Qi et al. 2023).
     """
     if virtual > 1:
-        raise UserError("schedule zb-h1 has one stage a rank: use virtual-pp 1, or schedule 1f1b")
+        raise UserError(
+            "schedule zb-h1 supports one stage per rank: use virtual-pp 1, or schedule 1f1b"
+        )
     table, waiting = [], 0
     for action in one_f_one_b(rank, pp, 1, microbatches):
         if action.kind == "F":
@@ -128,20 +130,20 @@ def zb_h1(rank: int, pp: int, virtual: int, microbatches: int) -> list[Action]:
     return table + [Action("W", rank, m) for m in range(microbatches - waiting, microbatches)]
 
 
-# By the names that flags and train_batch take. An --import file adds its own.
+# By the names in flags and train_batch. An --import file can add schedules.
 SCHEDULES: dict[str, Schedule] = {"gpipe": gpipe, "1f1b": one_f_one_b, "zb-h1": zb_h1}
 
 
 def _groups(microbatches: int, pp: int) -> list[range]:
-    """The micro-batches in groups of equal size, nearly, of at least pp: fewer would leave ranks
-    waiting."""
+    """Return the micro-batches in groups of nearly equal size, at least pp: fewer would leave ranks
+    idle."""
     count = max(1, microbatches // pp)
     cuts = [microbatches * number // count for number in range(count + 1)]
     return [range(*ends) for ends in pairwise(cuts)]
 
 
 def _in_groups(kind: str, stages: Sequence[int], pp: int, microbatches: int) -> list[Action]:
-    """Every micro-batch through these stages of a rank, a group after the other."""
+    """Return the actions of every micro-batch in these stages of a rank, group by group."""
     return [
         Action(kind, stage, microbatch)
         for group in _groups(microbatches, pp)
@@ -155,24 +157,24 @@ def _backwards(rank: int, pp: int, virtual: int, microbatches: int) -> list[Acti
     return _in_groups("B", stages, pp, microbatches)
 
 
-# Questions to a schedule.
+# Properties of a schedule.
 
 
 def schedule_named(name: str) -> Schedule:
-    """Return the schedule of that name; UserError if there is none."""
+    """Return the schedule with this name; UserError if there is none."""
     if name not in SCHEDULES:
         raise UserError(f"unknown schedule {name!r}: there are {', '.join(SCHEDULES)}")
     return SCHEDULES[name]
 
 
 def placement_named_by(schedule: str) -> str:
-    """Return the placement that the schedule of that name has; UserError if there is none."""
+    """Return the placement of the schedule with this name; UserError if there is none."""
     return getattr(schedule_named(schedule), "placement", "loop")
 
 
 def tables_of(schedule: Schedule, pp: int, virtual: int, microbatches: int) -> list[list[Action]]:
-    """Return the tables of all ranks. UserError if the schedule can't have such stages, or gives a
-    rank a stage of another."""
+    """Return the tables of all ranks. UserError if the schedule does not support these stages, or
+    gives a rank a stage of another rank."""
     placement = placement_of(schedule, pp, virtual)
     tables = [schedule(rank, pp, virtual, microbatches) for rank in range(pp)]
     for rank, table in enumerate(tables):
@@ -185,37 +187,36 @@ def tables_of(schedule: Schedule, pp: int, virtual: int, microbatches: int) -> l
 
 
 def check_schedule(name: str, pp: int, virtual: int) -> None:
-    """Raise UserError if no schedule has that name, or it can't have so many stages a rank, or it
-    has backwards in two parts beside whole ones."""
+    """Raise UserError if no schedule has this name, it does not support this number of stages per
+    rank, or it mixes full and split backwards."""
     kinds = _kinds(schedule_named(name), pp, virtual)
     if {"B", "I"} <= kinds:
-        raise UserError(f"schedule {name} has B beside I and W: split every backward, or none")
+        raise UserError(f"schedule {name} mixes B with I and W: split every backward, or none")
 
 
 def splits_backward(name: str, pp: int, virtual: int = 1) -> bool:
-    """Say whether a schedule has I and W in place of B. UserError as from `check_schedule`."""
+    """Return whether a schedule has I and W instead of B. UserError as in `check_schedule`."""
     check_schedule(name, pp, virtual)
     return "I" in _kinds(schedule_named(name), pp, virtual)
 
 
 @lru_cache(maxsize=256)
 def _kinds(schedule: Schedule, pp: int, virtual: int) -> frozenset[str]:
-    """Return the kinds of actions that any rank has."""
+    """Return the kinds of actions of all ranks."""
     tables = tables_of(schedule, pp, virtual, microbatches=pp)
     return frozenset(action.kind for table in tables for action in table)
 
 
 def backward_follows(table: Sequence["Action | Exchange"], stage: int) -> bool:
-    """Say whether each forward of a stage is followed by its whole backward, before anything else
-    is computed."""
+    """Return whether each forward of a stage is directly followed by its full backward."""
     actions = [item for item in table if isinstance(item, Action)]
     pairs = zip(actions, [*actions[1:], None], strict=True)
     return all(b == a._replace(kind="B") for a, b in pairs if a.kind == "F" and a.stage == stage)
 
 
 def in_flight(table: Sequence[Action]) -> int:
-    """Count the most micro-batches of a rank's stages whose activations are held at once: from F
-    until B, or W."""
+    """Return the largest number of micro-batches of a rank's stages whose activations are in memory
+    together: from F until B, or W."""
     held = peak = 0
     for action in table:
         held += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
@@ -227,7 +228,7 @@ def in_flight(table: Sequence[Action]) -> int:
 
 
 class Span(NamedTuple):
-    """When an action begins and ends."""
+    """The start and end of an action."""
 
     start: float
     end: float
@@ -236,13 +237,12 @@ class Span(NamedTuple):
 def timeline(
     tables: Sequence[Sequence[Action]], cost: dict[Any, float] | None = None, transfer: float = 0.0
 ) -> dict[Action, Span]:
-    """Return when every action of all ranks' tables runs, if each rank does its own in order, as
-    soon as what they need is there.
+    """Return when every action of all ranks' tables runs, if each rank runs its actions in order,
+    as soon as their inputs are available.
 
-    cost: the time of each kind of action, or of each (kind, stage); by default a backward takes two
-    forwards. transfer: the time that what a stage makes takes to the next, while both go on, if
-    that is another rank's.
-    Raises UserError if the tables wait for each other.
+    cost: the time of each kind of action, or of each (kind, stage); by default a backward takes
+    twice as long as a forward. transfer: the time to send an output to another rank; both ranks
+    continue meanwhile. UserError if the tables deadlock.
     """
     cost, spans = cost or COST, {}
     position, clock = [0] * len(tables), [0.0] * len(tables)
@@ -277,7 +277,7 @@ def timeline(
 
 
 def source_of(action: Action, last: int) -> Action | None:
-    """Return the action of another stage that makes an action's input, or None if none does.
+    """Return the action of another stage that computes the input of an action, or None.
 
     last: the last stage.
     """
@@ -288,11 +288,11 @@ def source_of(action: Action, last: int) -> Action | None:
     return action._replace(stage=action.stage + 1)
 
 
-# What travels.
+# Communication.
 
 
 class Transfer(NamedTuple):
-    """What `consumer` needs from another rank: the activations of a forward or the gradient of a
+    """The input of `consumer` from another rank: activations of a forward or the gradient of a
     backward. source, target: pipeline ranks."""
 
     consumer: Action
@@ -301,11 +301,10 @@ class Transfer(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """What a rank starts at one point of its program: a single transfer, which it either sends or
-    receives.
+    """A transfer that a rank starts at one point of its program, either a send or a receive.
 
-    There is one transfer in each because NCCL makes one work of all that is started together:
-    whoever waited for one tensor would wait for all of them.
+    Each has a single transfer, because NCCL makes one work of all transfers that are started
+    together, and waiting for one tensor would wait for all of them.
     """
 
     sends: tuple[Transfer, ...]
@@ -316,18 +315,18 @@ class Exchange(NamedTuple):
 def program(
     schedule: Schedule, rank: int, pp: int, virtual: int, microbatches: int
 ) -> tuple[Action | Exchange, ...]:
-    """Return a rank's table with its traffic.
+    """Return a rank's table with its communication.
 
-    Each rank starts its transfers in the order of `transfers_in_order`: even where a library moves
-    a rank's tensors one after the other, and a send blocks until its receive, none can wait for one
-    that waits for it. A send starts when the timeline comes to its place in that order. A receive
-    starts, and takes memory, when the action that makes its tensor does: before, nothing can come.
+    Each rank starts its transfers in the order of `transfers_in_order`. So there is no deadlock
+    even if a library moves a rank's tensors one after the other, and a send blocks until its
+    receive. A send starts at its place in the timeline. A receive starts, and allocates memory,
+    when the action that computes its tensor starts: it can't arrive earlier.
     """
     spans, transfers = transfers_in_order(schedule, pp, virtual, microbatches)
     table = schedule(rank, pp, virtual, microbatches)
     ends = [spans[action].end for action in table]
     slots: list[list[Exchange]] = [[] for _ in range(len(table) + 1)]
-    slot = 0  # how many actions come before
+    slot = 0  # number of actions before
     for place, source, transfer in transfers:
         if rank == transfer.source:
             slot = max(slot, bisect_right(ends, place))
@@ -345,14 +344,14 @@ def program(
 def transfers_in_order(
     schedule: Schedule, pp: int, virtual: int, microbatches: int
 ) -> tuple[dict[Action, Span], list[tuple[float, Action, Transfer]]]:
-    """Return the timeline, and the transfers of all ranks in the one order in which each starts its
-    own, each with its place in the timeline and the action that makes its tensor.
+    """Return the timeline, and the transfers of all ranks in the order in which they are started,
+    each with its place in the timeline and the action that computes its tensor.
 
-    The place is the middle of the time between when its tensor is made and when it is
-    needed: one that is not needed soon then holds up none that is, also where actions take longer
-    or shorter than in the timeline. Of those at the same place every other pair of stages goes
-    first, so that a late rank holds up its neighbours and not, one behind the other, all ranks.
-    What a rank's stage makes for another stage of the rank does not travel.
+    The place is the middle between the time when its tensor is computed and the time when it is
+    needed. So a transfer that is needed late does not delay an urgent one, even if actions take
+    longer or shorter than in the timeline. Of those at the same place, every second pair of stages
+    is first, so that a late rank delays its neighbours, and not all ranks one after the other.
+    Transfers between stages of the same rank are not listed.
     """
     spans = timeline(tables_of(schedule, pp, virtual, microbatches))
     placement, order = placement_of(schedule, pp, virtual), []

@@ -41,8 +41,8 @@ class SequenceCut:
     def __post_init__(self):
         if self.length % (2 * self.size):
             raise UserError(
-                f"a sequence of {self.length} tokens can't be cut over cp {self.size}: pad it to a "
-                f"multiple of {2 * self.size} tokens"
+                f"a sequence of {self.length} tokens can't be split over cp {self.size}: pad it to "
+                f"a multiple of {2 * self.size} tokens"
             )
 
     @classmethod

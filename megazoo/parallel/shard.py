@@ -1,4 +1,4 @@
-"""Sharding of parameters as arithmetic: which boxes of a global tensor each rank holds."""
+"""Sharding of parameters as arithmetic: the boxes of a global tensor that each rank holds."""
 
 import math
 from collections.abc import Mapping
@@ -11,18 +11,17 @@ from megazoo.parallel.axes import Axis
 from megazoo.parallel.context import ParallelContext
 
 Box = tuple[tuple[int, int], ...]  # (start, stop) along each dimension
-# Where a rank lies along axes over which parameters are cut: (size, rank), by the axis's name. One
-# that is not there has one rank. That of a context is `ctx.place`.
+# The (size, rank) of a rank along each axis over which parameters are sharded, by axis name.
+# An axis that is missing has one rank. For a context: `ctx.place`.
 Place = Mapping[str, tuple[int, int]]
-ALIGNED = 128  # features: matrix products of GPUs are faster where a rank has a multiple of them
+ALIGNED = 128  # features: GPUs multiply matrices faster if their sizes are multiples of this
 
 
 class Cut(NamedTuple):
-    """A rank's share of one part: where it starts in the global tensor and in the rank's, and how
-    long it is.
+    """A rank's shard of one part: its start in the global tensor and in the rank's, and its length.
 
-    owned: this rank's copy is the one that counts; False for all but the first rank that holds a
-    replicated unit.
+    owned: whether this rank's copy counts in sums and checkpoints. For a replicated unit only the
+    first rank that holds it has True.
     """
 
     global_start: int
@@ -33,18 +32,24 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True)
 class Shard:
-    """A tensor whose dimension `dim` is `parts` fused one after the other, each cut over the
-    ranks of an axis.
+    """Describe how dimension `dim` of a parameter is split over the ranks of an axis.
 
-    A plain column or row cut has one part; a fused QKV has three (q, k, v), gate/up has two: every
-    rank then holds its share of each. A part is cut between units of so many features (a head, say;
-    1 by default). Where the ranks don't divide their number, the first ranks hold one unit more, so
-    nothing is ever padded: the vocabulary is cut like anything else. Features that fill no unit go
-    to the first rank that has not one unit more: of 1,283 features in units of 128, which are ten
-    and 3, three ranks have 512, 387 and 384. The first rank always has the most. Where the ranks
-    exceed the number of units (and are a multiple), each is replicated over ranks / number of them.
+    The dimension consists of `parts`, one after the other, and every rank holds its shard of each:
+    one part for a plain column or row split, three for fused QKV (q, k, v), two for gate and up.
+    Each part is split between units, e.g. heads. If the ranks do not divide the number of units,
+    the first ranks hold one more, so nothing is padded. Features that fill no unit go to the first
+    rank without an additional unit: 1,283 features in units of 128 are ten units and 3 features,
+    and three ranks have 512, 387 and 384. The first rank always has the most. If there are fewer
+    units than ranks (and they divide the ranks), each is replicated.
 
-    axis: the name of the axis, tp or one that is folded into dp x cp (see context.py).
+    Args:
+        dim: the dimension.
+        parts: sizes of the parts in the global tensor.
+        units: features per unit, for each part; default: 1.
+        axis: name of the axis: "tp", or one that is folded into dp x cp (see context.py).
+
+    Example:
+        Shard(0, (7,)).local_sizes(2, 0)  # [4]: rank 0 of 2
     """
 
     dim: int
@@ -54,11 +59,11 @@ class Shard:
 
     @property
     def all_units(self) -> tuple[int, ...]:
-        """Features of a unit, part by part."""
+        """Features per unit, for each part."""
         return self.units or (1,) * len(self.parts)
 
     def cuts(self, size: int, rank: int) -> list[Cut]:
-        """The rank's share of each part."""
+        """Return the shard of each part that a rank holds. size: of the axis. rank: along it."""
         cuts, global_start, local_start = [], 0, 0
         for part, unit, shared in zip(
             self.parts, self.all_units, self.replicated(size), strict=True
@@ -77,47 +82,47 @@ class Shard:
         return cuts
 
     def replicated(self, size: int) -> list[bool]:
-        """Whether several ranks hold each unit, part by part."""
+        """Return, for each part, whether several ranks hold each unit."""
         return [part // unit < size for part, unit in zip(self.parts, self.all_units, strict=True)]
 
     def local_sizes(self, size: int, rank: int) -> list[int]:
-        """The lengths of the rank's shares of the parts."""
+        """Return the sizes of a rank's shards, one per part."""
         return [cut.length for cut in self.cuts(size, rank)]
 
     def sizes_of_ranks(self, size: int) -> list[int]:
-        """What each rank has of the dimension, its shares of all parts together."""
+        """Return the local size of the dimension on each rank, over all parts."""
         return [sum(self.local_sizes(size, rank)) for rank in range(size)]
 
     def check(self, size: int, what: str) -> None:
-        """Raise UserError if a part has too few units for the ranks, and the ranks can't share out
-        copies of them evenly. what: what is cut, in the plural, for the error: "outputs", say."""
+        """Raise UserError if a part has too few units for the ranks, and can't be replicated
+        evenly. what: name of the units in the error, in the plural, e.g. "outputs"."""
         replicated = self.replicated(size)
         for part, unit, shared in zip(self.parts, self.all_units, replicated, strict=True):
             if shared and unit == 1:
                 raise UserError(
-                    f"{part} {what} can't be cut over {self.axis} {size}: "
+                    f"{part} {what} can't be split over {self.axis} {size}: "
                     f"use {self.axis} of at most {part}"
                 )
             if shared and (part % unit or not part or size % (part // unit)):
                 raise UserError(
-                    f"{part} {what} in units of {unit} can't be cut over {self.axis} {size}, "
-                    "nor copied evenly"
+                    f"{part} {what} in units of {unit} can't be split over {self.axis} {size}, "
+                    "nor replicated evenly"
                 )
 
 
 def nearly_even(count: int, tp_size: int) -> bool:
-    """Say whether so many things, none of them cut, can be shared so that no rank has over a
-    quarter more than its share: 25 over 2 ranks can (13 and 12), 4 over 3 can't (2, 1 and 1)."""
+    """Return whether `count` items can be distributed so that no rank has more than 1.25 times the
+    average: 25 over 2 ranks can (13 and 12), 4 over 3 can't (2, 1 and 1)."""
     return count >= tp_size and -(-count // tp_size) * tp_size <= 1.25 * count
 
 
 def units_for(parts: tuple[int, ...], tp_size: int) -> tuple[int, ...]:
-    """Choose the units in which features that belong to no head are cut. Those of a part depend on
-    its size and on tp alone, so that layers of equal sizes are cut alike.
+    """Return the units in which features outside of heads are split.
 
-    Single features where tp divides the part, so that all ranks have as many. Else ALIGNED of them,
-    if no rank then has over a quarter more than its share; else single features, and ranks differ
-    by one.
+    The units of a part depend only on its size and on tp, so layers of equal sizes are split in the
+    same way. If tp divides the part, the units are single features, and all ranks have the same
+    number. Otherwise they are groups of ALIGNED features, if no rank then has more than 1.25 times
+    the average. Otherwise they are single features, and ranks differ by at most one.
     """
 
     def unit_for(part: int) -> int:
@@ -132,16 +137,15 @@ def units_for(parts: tuple[int, ...], tp_size: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a global tensor, and where it starts in the tensor of the one who holds it. owned:
-    as in Cut."""
+    """A box of a global tensor, and its start in the local tensor. owned: as in Cut."""
 
     box: Box
     offset: tuple[int, ...]
     owned: bool = True
 
     def index(self, box: Box | None = None) -> tuple[slice, ...]:
-        """The index, in the holder's tensor, of `box` (a part of this piece; the whole piece by
-        default)."""
+        """Return the index of `box` in the local tensor. box: a part of this piece; default: the
+        whole piece."""
         pairs = zip(box or self.box, self.box, self.offset, strict=True)
         return tuple(
             slice(start - own + offset, stop - own + offset)
@@ -149,8 +153,8 @@ class Piece:
         )
 
     def in_rows(self, start: int, stop: int) -> "Piece | None":
-        """What of it lies in rows start to stop of the holder's tensor, as a piece of those rows
-        alone."""
+        """Return the part of this piece in rows start to stop of the local tensor, as a piece of
+        only those rows, or None."""
         (begin, end), first = self.box[0], self.offset[0]
         low, high = max(start, first), min(stop, first + end - begin)
         rows = (begin + low - first, begin + high - first)
@@ -162,13 +166,13 @@ class Piece:
 
 
 def overlap(a: Box, b: Box) -> Box | None:
-    """What two boxes of one tensor share, or None."""
+    """Return the intersection of two boxes of one tensor, or None."""
     box = tuple((max(p, r), min(q, s)) for (p, q), (r, s) in zip(a, b, strict=True))
     return box if all(start < stop for start, stop in box) else None
 
 
 def in_parts(box: Box, most: int) -> list[Box]:
-    """Cut a box into some of at most so many elements."""
+    """Split a box into boxes of at most `most` elements."""
     if len(box) > 2:
         (start, stop), *rest = box
         inner = in_parts(tuple(rest), most)
@@ -185,22 +189,28 @@ def in_parts(box: Box, most: int) -> list[Box]:
 
 
 def volume(box: Box) -> int:
-    """The number of elements in a box."""
+    """Return the number of elements in a box."""
     return math.prod(stop - start for start, stop in box)
 
 
 @dataclass(frozen=True, init=False)
 class ParameterSpec:
-    """What a parameter is, whatever the layout: its global shape, its cuts, and its initial
+    """Describe a parameter independently of the layout: global shape, shards and initial
     distribution.
 
-    shards: its cuts, each along another dimension and over another axis; one Shard may stand for
-    itself, and None for none. It is the same on all ranks of an axis that is not named.
-    Initial values are mean + std * N(0, 1); std 0 is the constant mean. bound: they are drawn
-    evenly from -bound to bound instead. partial: of what every tp rank has, the backward of each
-    gives only a part of the gradient, in whatever layout. plain: the parameter is of no
-    ShardedModule; its own module draws its initial values. added: it was attached to a model beside
-    the model's own.
+    Initial values are mean + std * N(0, 1); std 0 is the constant mean.
+
+    Args:
+        shape: global shape.
+        shards: its shards, over different dimensions and axes: a tuple, one Shard, or None. The
+            parameter is replicated over all other axes.
+        mean, std: of the initial values.
+        bound: if not 0, initial values are uniform between -bound and bound instead.
+        partial: whether the backward of each tp rank gives only a part of the gradient of a
+            replicated parameter, in every layout.
+        plain: whether the parameter is not in a ShardedModule; its module then draws its initial
+            values.
+        added: whether it was attached to a model in addition to the model's parameters.
     """
 
     shape: tuple[int, ...]
@@ -230,37 +240,39 @@ class ParameterSpec:
             object.__setattr__(self, name, value)  # of a frozen dataclass
         for what in ("dim", "axis"):
             if len({getattr(shard, what) for shard in shards}) < len(shards):
-                raise UserError(f"a parameter is cut twice by one {what}: {shards}")
+                raise UserError(f"a parameter is sharded twice over the same {what}: {shards}")
 
     @property
     def shard(self) -> Shard | None:
-        """Its cut over tp."""
+        """Its shard over tp, or None."""
         return self.shard_over("tp")
 
     def shard_over(self, axis: str) -> Shard | None:
-        """Its cut over an axis; None if it has none."""
+        """Return its shard over an axis, or None."""
         return next((shard for shard in self.shards if shard.axis == axis), None)
 
     def shards_in(self, ctx: ParallelContext) -> tuple[Shard, ...]:
-        """Its cuts over tp, and over the axes of several ranks that are folded in a context."""
+        """Return its shards over tp, and over the folded axes of a context that have several
+        ranks."""
         sizes = {"tp": ctx.tp_size, **dict(ctx.folded_sizes)}
         return tuple(s for s in self.shards if s.axis == "tp" or sizes.get(s.axis, 1) > 1)
 
     def replicas(self, ctx: ParallelContext) -> Axis:
-        """The ranks with the same of it and other tokens, over which its gradient is summed."""
+        """Return the ranks with the same shard and different tokens, over which its gradient is
+        summed."""
         over = (ctx.folded[shard.axis] for shard in self.shards if shard.axis in ctx.folded)
         return next((axis.replicas for axis in over if axis.size > 1), ctx.token_axis)
 
     def local_shape(self, place: Place) -> tuple[int, ...]:
-        """The shape of one rank's tensor."""
+        """Return the shape of one rank's tensor."""
         shape = list(self.shape)
         for shard in self.shards:
             shape[shard.dim] = sum(shard.local_sizes(*place.get(shard.axis, (1, 0))))
         return tuple(shape)
 
     def shard_text(self, place: Place) -> str:
-        """Describe one rank's shards: "shard 1 of 2 (dim 0)", the first rank's; "" of what it has
-        whole."""
+        """Describe one rank's shards: "shard 1 of 2 (dim 0)" for the first rank; "" for a full
+        parameter."""
         texts = []
         for shard in self.shards:
             size, rank = place.get(shard.axis, (1, 0))
@@ -270,16 +282,20 @@ class ParameterSpec:
         return ", ".join(texts)
 
     def has_partial_gradient(self, ctx: ParallelContext) -> bool:
-        """Whether backward on one rank gives only a part of the gradient: of units that several tp
-        ranks hold for different heads; of what all ranks hold, if it is `partial`, and under
-        sequence parallelism, where they have different parts of the sequence."""
+        """Return whether backward on one rank gives only a part of the gradient.
+
+        That is the case for units that several tp ranks hold for different heads. For replicated
+        parameters, it is the case if they are `partial`, and under sequence parallelism, where
+        ranks have different parts of the sequence.
+        """
         if self.shard is not None:
             return any(self.shard.replicated(ctx.tp_size))
         return ctx.sequence_parallel or (self.partial and ctx.tp_size > 1)
 
     def pieces(self, place: Place) -> list[Piece]:
-        """The boxes of the global tensor that a rank holds, and where they lie in its own. Of what
-        is not cut over tp, the first tp rank's copy is the one that counts."""
+        """Return the boxes of the global tensor that a rank holds, with their positions in its
+        tensor. Of a parameter that is not sharded over tp, only the copy of the first tp rank is
+        owned."""
         counts = self.shard is not None or place.get("tp", (1, 0))[1] == 0
         whole = [Cut(0, 0, size) for size in self.shape]
         by_dim = {s.dim: s.cuts(*place.get(s.axis, (1, 0))) for s in self.shards}

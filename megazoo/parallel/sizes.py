@@ -1,4 +1,4 @@
-"""The sizes of a layout, checked, and fitted to the ranks that there are."""
+"""Checks of the sizes of a layout, and of how they fit the number of ranks."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -12,8 +12,8 @@ LONGEST_TIMEOUT = timedelta(days=365)
 
 
 def check_sizes(tp: Any, pp: Any, cp: Any, virtual: Any, dp: Any) -> None:
-    """Refuse sizes of `ParallelContext.from_torch` that are no whole numbers above 0. dp may be
-    None."""
+    """Raise UserError for sizes of `ParallelContext.from_torch` that are not integers above 0. dp
+    may be None."""
     _check_size("tensor_parallel_size", tp)
     _check_size("pipeline_parallel_size", pp)
     _check_size("virtual_pipeline_size", virtual)
@@ -22,17 +22,17 @@ def check_sizes(tp: Any, pp: Any, cp: Any, virtual: Any, dp: Any) -> None:
 
 
 def _check_size(name: str, size) -> None:
-    """Refuse what is not a whole number above 0: text, 2.0 and True, too."""
+    """Raise UserError unless size is an integer above 0; text, 2.0 and True are invalid."""
     if not isinstance(size, Integral) or isinstance(size, bool) or size < 1:
         raise UserError(f"{name} must be a whole number of at least 1, not {size!r}")
 
 
 def check_folded(folded: Mapping[str, int], dp: int, cp: int, taken: Sequence[str]) -> None:
-    """Refuse axes that can't be folded into dp x cp. taken: names of other axes."""
+    """Raise UserError for axes that can't be folded into dp x cp. taken: names of other axes."""
     for name, size in folded.items():
         if not re.fullmatch("[a-z]{1,16}", name) or name in taken:
             raise UserError(
-                f"an axis can't be called {name!r}: take up to 16 small letters, not "
+                f"an axis can't be called {name!r}: use up to 16 lower-case letters, not "
                 + " or ".join(taken)
             )
         _check_size(name, size)
@@ -50,7 +50,7 @@ def check_timeout(timeout: Any) -> None:
 
 
 def data_parallel_size_for(world: int, tp: int, pp: int, dp: int | None = None, cp: int = 1) -> int:
-    """Return the data-parallel size of `world` ranks; UserError if tp x pp x cp (x dp) doesn't
+    """Return the data-parallel size for `world` ranks; UserError if tp x pp x cp (x dp) does not
     fit."""
     if min(tp, pp, cp) < 1:
         sizes = product_of(tp, pp, cp=cp).replace(" x ", " and ")
@@ -63,12 +63,12 @@ def data_parallel_size_for(world: int, tp: int, pp: int, dp: int | None = None, 
 
 
 def ranks_that_fit(world: int, tp: int, pp: int, dp: int | None = None, cp: int = 1) -> int:
-    """Return how many ranks to start for a layout instead of `world`: whole replicas, enough."""
+    """Return the number of ranks to start for a layout instead of `world`."""
     replica = tp * pp * cp
     return replica * (dp or -(-world // replica))
 
 
 def product_of(tp: int, pp: int, dp: int | None = None, cp: int = 1) -> str:
-    """Write the sizes of a layout: cp where there is one, dp where it is given."""
+    """Return the sizes of a layout as text; cp and dp only if set."""
     sizes = {"tp": tp, "pp": pp, "cp": None if cp == 1 else cp, "dp": dp}
     return " x ".join(f"{name} {size}" for name, size in sizes.items() if size is not None)

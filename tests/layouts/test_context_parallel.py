@@ -505,7 +505,7 @@ def refused_call(kind: str, layout: dict) -> str:
 
 
 OF_WHOLE = "labels go with whole sequences: give targets, shifted before they were cut, or no "
-WHOLE_MASK = "under context parallelism a rank has a part of the sequence, and an attention mask"
+WHOLE_MASK = "under context parallelism, the attention mask must be a MaskPerChunk"
 WORDS = {
     "own mask": WHOLE_MASK,
     "mask": WHOLE_MASK,
@@ -556,7 +556,7 @@ def test_ulysses_needs_a_head_for_each_rank():
 
 def test_a_virtual_context_runs_nothing():
     model = Llama.on_meta(LLAMA, ParallelContext.virtual(cp=2))
-    assert "has no ranks to talk to" in refused(lambda: model.train_batch(**batch_of(0)))
+    assert "has no other ranks" in refused(lambda: model.train_batch(**batch_of(0)))
 
 
 BLIND = {

@@ -272,7 +272,7 @@ def refused():
 def test_what_a_stage_returns_must_be_what_the_next_one_expects(ranks):
     told = (
         "forward_stage of stage 0 returns torch.bfloat16 [8, 16, 32]: "
-        "stages send torch.float32 [8, 16, 32]"
+        "it must return torch.float32 [8, 16, 32]"
     )
     assert ranks(refused, 2)[0] == told
 

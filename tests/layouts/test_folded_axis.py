@@ -124,7 +124,7 @@ def uses_that_are_refused(layout):
 
 
 def test_uses_in_which_replicas_run_apart_are_refused(ranks):
-    text = "does not take axes that are folded into dp x cp, here toy"
+    text = "does not support axes that are folded into dp x cp, here toy"
     for errors in in_world(ranks, uses_that_are_refused, dict(dp=2, folded={"toy": 2})):
         assert errors == [f"generation {text}", f"scoring {text}"]
 

@@ -327,7 +327,7 @@ def unfreezes_the_embedding():
 
 def test_what_would_get_no_gradient_is_refused(ranks):
     first, last = ranks(unfreezes_the_embedding, 2)
-    assert first.startswith("a parameter before all that are trained was unfrozen after training")
+    assert first.startswith("a parameter before the first trained one was unfrozen after training")
     assert last == f"rank 0 failed: {first}"
 
 

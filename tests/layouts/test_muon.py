@@ -306,11 +306,14 @@ def test_what_cant_be_is_refused():
         ({"momentum": 1.5}, "momentum 1.5"),
         ({"ns_steps": 0}, "ns_steps 0"),
         ({"adamw": {"momentum": 0.9}}, "adamw has no setting momentum"),
-        ({"ns_dtype": "float16"}, "ns_dtype 'float16' is none of auto, float32, bfloat16"),
+        (
+            {"ns_dtype": "float16"},
+            "ns_dtype 'float16' is not supported: use auto, float32, bfloat16",
+        ),
     ]:
         with pytest.raises(UserError, match=message):
             Muon(model, **settings)
-    with pytest.raises(UserError, match=r"give a megazoo model, not its parameters: Muon\(model"):
+    with pytest.raises(UserError, match=r"pass a megazoo model, not its parameters: Muon\(model"):
         Muon(model.parameters())
 
 

@@ -324,8 +324,8 @@ def generate(model):
 
 
 REFUSED = [
-    (V, in_1f1b, "schedule 1f1b needs placement loop, and the model's context has v: make the con"),
-    (dict(pp=2, v=2), in_greedy_v, "schedule greedy-v needs placement v, and the model's context "),
+    (V, in_1f1b, "schedule 1f1b needs placement loop, but the model's context has v: create the c"),
+    (dict(pp=2, v=2), in_greedy_v, "schedule greedy-v needs placement v, but the model's context "),
     (
         V,
         generate,

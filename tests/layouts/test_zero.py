@@ -168,7 +168,7 @@ def test_an_offloaded_optimizer_gives_the_same_parameters(ranks, layout, dtype):
 
 
 def test_an_unknown_zero_is_refused():
-    with pytest.raises(megazoo.UserError, match="zero 2 is neither 0 nor 1"):
+    with pytest.raises(megazoo.UserError, match="zero must be 0 or 1, got 2"):
         AdamW(megazoo.from_config(tiny_config()), zero=2)
 
 

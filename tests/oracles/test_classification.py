@@ -167,9 +167,9 @@ def test_labels_and_rows_that_cannot_be_are_refused(tmp_path):
     assert model(ids[:1]).logits.shape == (1, 3)
     model = megazoo.from_config(tiny_config(num_labels=3, pad_token_id=60))
     for labels, message in {
-        (1, 3): "label 3 is outside the 3 labels",
-        (1, 2, 0): r"labels are of shape \[3\], not \[2\] for single_label_classification",
-        (0.5, 1.0): r"labels are of shape \[2\], not \[2, 3\] for multi_label_classification",
+        (1, 3): "label 3 is outside the range 0 to 2",
+        (1, 2, 0): r"labels have the shape \[3\]; single_label_classification needs \[2\]",
+        (0.5, 1.0): r"labels have the shape \[2\]; multi_label_classification needs \[2, 3\]",
     }.items():
         with pytest.raises(UserError, match=message):
             model(ids, labels=torch.tensor(labels))

@@ -112,7 +112,7 @@ REFUSED = [
     (
         {"rope_scaling": {"rope_type": "longrope"}},
         1,
-        "rope_type 'longrope' is not supported: there are default",
+        "rope_type 'longrope' is not supported: use default",
     ),
 ]
 

@@ -177,7 +177,7 @@ def test_outside_of_training_there_are_none():
 @pytest.mark.parametrize(
     ("wrong", "error"),
     [
-        (lambda x: attach_loss(x, "other", x.sum()), r"'other': its class must declare it"),
+        (lambda x: attach_loss(x, "other", x.sum()), r"'other' is not declared"),
         (lambda x: attach_loss(x, "shares", x.sum(), over="steps"), "'steps': use labels or rows"),
     ],
 )

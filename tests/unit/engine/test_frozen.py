@@ -236,7 +236,9 @@ def test_a_second_optimizer_trains_what_was_unfrozen():
     model.requires_grad_(True)
     model.train_batch(ids, targets=targets)
     assert model.embedding.weight.grad is not None
-    with pytest.raises(UserError, match="frozen or unfrozen after AdamW was made: make a new one"):
+    with pytest.raises(
+        UserError, match="frozen or unfrozen after AdamW was created: create a new one"
+    ):
         first.step()
     before = model.embedding.weight.detach().clone()
     megazoo.optim.AdamW(model).step()

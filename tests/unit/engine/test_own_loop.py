@@ -298,7 +298,9 @@ def zeros_mixed():
     shares.step()
     AdamW(model)
     model.train_batch(ids, labels=ids)
-    with pytest.raises(UserError, match="another AdamW was made for this model, with another zero"):
+    with pytest.raises(
+        UserError, match="another AdamW was created for this model, with another zero"
+    ):
         shares.step()
 
 

@@ -39,7 +39,7 @@ BATCHES = {
     "num_microbatches must be a whole number, not 2.0": dict(num_microbatches=2.0),
     "num_microbatches must be a whole number, not '2'": dict(num_microbatches="2"),
     "num_microbatches must be a whole number, not True": dict(num_microbatches=True),
-    "num_microbatches 3 doesn't divide the batch of 4": dict(num_microbatches=3),
+    "num_microbatches 3 does not divide the batch of 4": dict(num_microbatches=3),
     "input_ids must be a tensor, not list": dict(input_ids=IDS.tolist()),
     "input_ids must be a tensor, not ndarray": dict(input_ids=IDS.numpy()),
     "input_ids must be whole numbers, int64, not float32": dict(input_ids=IDS.float()),
@@ -97,15 +97,15 @@ OPTIMIZERS = {
     "lr -0.1 must be 0 or more": dict(lr=-0.1),
     "lr inf must be finite": dict(lr=math.inf),
     "lr must be a number, not '1e-3'": dict(lr="1e-3"),
-    "betas must be two numbers, not 0.9": dict(betas=0.9),
-    "betas must be two numbers, not (0.9,)": dict(betas=(0.9,)),
+    "betas must be two numbers, got 0.9": dict(betas=0.9),
+    "betas must be two numbers, got (0.9,)": dict(betas=(0.9,)),
     "beta 1.0 must be below 1": dict(betas=(0.9, 1.0)),
     "beta nan must be 0 or more": dict(betas=(math.nan, 0.9)),
     "eps -1 must be 0 or more": dict(eps=-1),
     "weight_decay nan must be 0 or more": dict(weight_decay=math.nan),
     "clip_grad nan must be 0 or more": dict(clip_grad=math.nan),
     "clip_grad must be a number, not None": dict(clip_grad=None),
-    "zero 2 is neither 0 nor 1": dict(zero=2),
+    "zero must be 0 or 1, got 2": dict(zero=2),
 }
 
 

@@ -232,7 +232,7 @@ WRONG = [
     ({"max_length": 2.5}, "max_length 2.5 is not a whole number"),
     (
         {"max_length": 20, "max_new_tokens": 3},
-        "max_new_tokens and max_length exclude each other: give",
+        "max_new_tokens and max_length exclude each other: use one",
     ),
     # what is drawn, and how many
     ({"temperature": 0.0}, "temperature 0.0 is out of range"),
@@ -248,9 +248,9 @@ WRONG = [
     # names, what ends, padding on the right, and a streamer for two rows
     ({"max_new_token": 3}, "generate has no max_new_token; did you mean max_new_tokens"),
     ({"eos_token_id": 61}, "token 61 .* vocabulary of 61"),
-    ({"stop": "x"}, "stop needs the tokenizer"),
+    ({"stop": "x"}, "stop also needs the argument tokenizer"),
     ({"attention_mask": torch.tensor([[1] * 9, [1] * 8 + [0]])}, "row 1 ends with padding"),
-    ({"streamer": Kept()}, "a streamer takes one row"),
+    ({"streamer": Kept()}, "a streamer supports one row"),
 ]
 
 

@@ -132,7 +132,9 @@ def test_a_norm_whose_gradient_would_stay_a_part_is_refused():
     attention = partial(CausalSelfAttention, 24, 4, head_size=HEAD)
     for name in ("q_norm", "k_norm"):
         with ParallelContext.virtual(tp=2):
-            with pytest.raises(UserError, match="make q_norm and k_norm with parallel=True"):
+            with pytest.raises(
+                UserError, match="q_norm and k_norm must be created with parallel=True"
+            ):
                 attention(**{name: RMSNorm(HEAD)})
             attention(**{name: RMSNorm(HEAD, parallel=True)})
         attention(**{name: RMSNorm(HEAD)})

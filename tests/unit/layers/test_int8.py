@@ -118,16 +118,16 @@ def test_what_can_not_be_done_is_refused(tmp_path):
     round_to_int8(model)  # once more changes nothing
     assert all(torch.equal(kept[name], p) for name, p in model.named_parameters())
     assert model.dtype == torch.float32
-    with pytest.raises(UserError, match="rounded to 8 bits are not saved"):
+    with pytest.raises(UserError, match="rounded to 8 bits can't be saved"):
         model.save_parallelized(tmp_path / "a")
-    with pytest.raises(UserError, match="rounded to 8 bits are not adapted"):
+    with pytest.raises(UserError, match="rounded to 8 bits can't be adapted"):
         megazoo.lora.add(model, rank=2)
     megazoo.from_config(MODELS["llama"]).save_parallelized(tmp_path / "b")
-    with pytest.raises(UserError, match="rounded to 8 bits are not loaded"):
+    with pytest.raises(UserError, match="rounded to 8 bits can't be loaded"):
         model.from_parallelized(tmp_path / "b")
     ids = torch.arange(8).view(1, 8)
     for train in (lambda: megazoo.optim.AdamW(model), lambda: model.train_batch(ids, labels=ids)):
-        with pytest.raises(UserError, match="rounded to 8 bits are not trained"):
+        with pytest.raises(UserError, match="rounded to 8 bits can't be trained"):
             train()
     assert model.to(torch.bfloat16).layers["0"].mlp.down.weight.dtype == torch.int8
 

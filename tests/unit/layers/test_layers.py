@@ -269,40 +269,40 @@ def test_what_cannot_be_cut_is_refused():
         for make, message in (
             (
                 lambda: ColumnParallelLinear(8, (10, 3)),
-                "3 outputs can't be cut over tp 4: use tp of at most 3",
+                "3 outputs can't be split over tp 4: use tp of at most 3",
             ),
             (
                 lambda: RowParallelLinear(3, 8),
-                "3 inputs can't be cut over tp 4: use tp of at most 3",
+                "3 inputs can't be split over tp 4: use tp of at most 3",
             ),
             # two ranks would add the same to the sum
             (
                 lambda: RowParallelLinear(8, 8, unit=4),
-                "8 inputs in units of 4 can't be cut over tp 4: use tp of at most 2",
+                "8 inputs in units of 4 can't be split over tp 4: use tp of at most 2",
             ),
             # two units and a rest, three units
             (
                 lambda: ColumnParallelLinear(8, 10, units=(4,)),
-                "10 outputs in units of 4 can't be cut over tp 4, nor copied",
+                "10 outputs in units of 4 can't be split over tp 4, nor replicated",
             ),
             (
                 lambda: ColumnParallelLinear(8, 12, units=(4,)),
-                "12 outputs in units of 4 can't be cut over tp 4, nor copied",
+                "12 outputs in units of 4 can't be split over tp 4, nor replicated",
             ),
             (
                 lambda: QKVParallelLinear(8, 2),
-                "2 heads with 2 key-value heads can't be cut over tp 4",
+                "2 heads with 2 key-value heads can't be split over tp 4",
             ),
-            (lambda: VocabParallelHead(3, 8), "a vocabulary of 3 can't be cut over tp 4"),
+            (lambda: VocabParallelHead(3, 8), "a vocabulary of 3 tokens can't be split over tp 4"),
             (
                 lambda: HeadwiseLayerNorm(18, 6),
-                "18 features in units of 6 can't be cut over tp 4, nor copied",
+                "18 features in units of 6 can't be split over tp 4, nor replicated",
             ),
         ):
             with pytest.raises(UserError) as refused:
                 make()
             assert message in str(refused.value)
-    with pytest.raises(UserError, match="3 heads don't divide a hidden size of 8"):
+    with pytest.raises(UserError, match="a hidden size of 8 is not a multiple of 3 heads"):
         QKVParallelLinear(8, 3)
 
 

@@ -273,7 +273,7 @@ def model_output(model, ids):
 
 
 @pytest.mark.parametrize(
-    ("cap", "error"), [(0, "soft_cap 0 would leave"), (-3, "must be 0 or more")]
+    ("cap", "error"), [(0, "soft_cap must be a number above 0"), (-3, "must be 0 or more")]
 )
 def test_a_cap_that_caps_nothing_is_refused(cap, error):
     with pytest.raises(UserError, match=error):

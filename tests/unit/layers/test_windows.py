@@ -65,7 +65,7 @@ def test_a_query_looks_at_its_window_alone(window):
 
 def test_a_window_has_a_place_for_the_token_itself():
     for window in (0, -1):
-        with pytest.raises(UserError, match="no place for the token itself"):
+        with pytest.raises(UserError, match="window must be at least 1, got"):
             CausalSelfAttention(24, 4, window=window)
 
 
@@ -80,7 +80,7 @@ def test_packed_documents_have_the_window_too(monkeypatch):
 
 
 def test_masks_of_chunks_need_the_window():
-    with pytest.raises(UserError, match="does not hide what is beyond a window of 3"):
+    with pytest.raises(UserError, match="does not hide the tokens beyond a window of 3"):
         built(3)(torch.randn(1, 8, HEADS * SIZE), mask=MaskPerChunk((None, None)))
 
 

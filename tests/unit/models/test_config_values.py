@@ -39,7 +39,7 @@ WRONG = [
     ({"model_type": "llama", "rope_parameters": {"rope_theta": 0.0}}, "must be above 1, not 0.0"),
     (
         {"model_type": "llama", "rope_scaling": {"rope_type": "linear", "factor": -2.0}},
-        "factor of rotary positions must be a number above 0, not -2.0",
+        "factor of rotary positions must be a number above 0, got -2.0",
     ),
     ({"model_type": "gpt2", "pad_token_id": "x"}, "x"),
 ]

@@ -47,7 +47,10 @@ def test_a_model_is_converted_before_its_optimizer_is_made(ranks, layout, kind):
     dtype = {"half": "float16", "double": "float64"}.get(kind, kind)
     for loss, refused, pickled in in_layout(ranks, converted, layout, kind):
         assert abs(loss - whole) < (1e-6 if kind == "double" else 2e-3)
-        assert f"was {dtype} when AdamW was made, and is float32: convert a model before" in refused
+        assert (
+            f"was {dtype} when AdamW was created, and is float32: convert the model before"
+            in refused
+        )
         expected = "GPT2" if layout == "tp1" else "a model and its context can't be pickled on"
         assert pickled.startswith(expected)
 
@@ -96,7 +99,7 @@ def test_a_loop_over_micro_batches_has_the_mode_of_the_model(read):
             out.loss.backward()
         return out.loss.item()
 
-    with pytest.warns(Advice, match=r"without its dropout: model.train\(\) turns it on"):
+    with pytest.warns(Advice, match=r"without dropout: call model.train\(\) to turn it on"):
         first = loss()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

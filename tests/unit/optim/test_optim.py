@@ -93,7 +93,7 @@ def test_the_last_fifth_begins_after_a_long_warm_up():
 
 
 def test_unknown_schedule_is_refused():
-    with pytest.raises(UserError, match="unknown lr-schedule 'cosin'; there are cosine"):
+    with pytest.raises(UserError, match="unknown lr-schedule 'cosin': use cosine"):
         learning_rate(1, schedule="cosin", **RATE)
 
 

@@ -120,7 +120,7 @@ def test_a_backward_in_a_loop_is_heard_of(ranks, broken):
     assert answers[1 - broken] == ("UserError", f"rank {broken} failed: Broken: {OWN}")
 
 
-REFUSED = pytest.raises(UserError, match="doesn't divide the batch of 8")
+REFUSED = pytest.raises(UserError, match="does not divide the batch of 8")
 # Who does not see that all have failed waits so long, and then breaks the connections.
 PATIENT = mock.patch.object(failure, "PATIENCE", 30.0)
 
@@ -194,7 +194,11 @@ def test_trouble_in_a_users_own_code_is_heard_of(ranks, in_body, broken):
     answers = ranks(own_trouble, 2, in_body, broken)
     own = answers.pop(broken)
     assert own == "reward server: connection refused"
-    expected = "it left its loop over model.microbatches()" if in_body else f"RuntimeError: {own}"
+    expected = (
+        "it left its loop over model.microbatches() before the end"
+        if in_body
+        else f"RuntimeError: {own}"
+    )
     assert answers == [f"rank {broken} failed: {expected}"]
 
 

@@ -311,7 +311,7 @@ def test_weights_before_the_gradient_that_they_need_are_refused():
 
 
 def test_zb_h1_has_one_stage_a_rank():
-    with pytest.raises(UserError, match="one stage a rank: use virtual-pp 1"):
+    with pytest.raises(UserError, match="one stage per rank: use virtual-pp 1"):
         zb_h1(0, 2, 2, 4)
 
 
@@ -328,5 +328,5 @@ def test_a_schedule_that_splits_some_backwards_is_refused(monkeypatch, split):
 
     monkeypatch.setitem(SCHEDULES, "some", some)
     for ask in (check_schedule, splits_backward):
-        with pytest.raises(UserError, match="schedule some has B beside I and W: split every"):
+        with pytest.raises(UserError, match="schedule some mixes B with I and W: split every"):
             ask("some", 2, 1)

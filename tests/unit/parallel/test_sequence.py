@@ -101,7 +101,9 @@ def test_the_padded_length_is_the_least_that_all_ranks_can_share():
 
 
 def test_a_length_that_does_not_divide_is_refused():
-    with pytest.raises(UserError, match="of 6 tokens can't be cut over cp 2: pad it to a multiple"):
+    with pytest.raises(
+        UserError, match="of 6 tokens can't be split over cp 2: pad it to a multiple"
+    ):
         SequenceCut.of(6, ParallelContext.virtual(cp=2))
 
 

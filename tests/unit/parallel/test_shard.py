@@ -63,7 +63,7 @@ def test_a_box_of_three_dimensions_is_cut_into_small_ones():
 
 def test_a_folded_axis_cuts_evenly_and_alone():
     module = ShardedModule(ParallelContext.virtual(dp=4, folded={"toy": 2, "other": 4}))
-    with pytest.raises(UserError, match=r"weight has 5 .* can't be cut evenly over toy 2"):
+    with pytest.raises(UserError, match=r"weight has 5 .* can't be split evenly over toy 2"):
         module.add_parameter("weight", CUT)
     shards = (Shard(0, (4,), axis="toy"), Shard(1, (8,), axis="other"))
     with pytest.raises(UserError, match="weight is cut over toy and other"):
@@ -80,5 +80,5 @@ def test_an_axis_or_a_dimension_is_cut_once():
         (Shard(0, (5,)), Shard(1, (300,))),
         (Shard(0, (5,)), Shard(0, (5,), axis="toy")),
     ):
-        with pytest.raises(UserError, match="cut twice"):
+        with pytest.raises(UserError, match="sharded twice"):
             ParameterSpec(SHAPE, shards)
