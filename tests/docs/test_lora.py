@@ -49,7 +49,7 @@ def test_what_llama_7b_takes_is_what_the_planner_tells():
         (rank,) = plan.ranks
         told = {
             "trained parameters": plan.trainable_parameters,
-            "model FLOPs a token": plan.model_flops_per_token,
+            "model FLOPs per token": plan.model_flops_per_token,
         }
         sizes = ("weights", "gradients", "optimizer", "activations", "total")
         told |= {name: getattr(rank, name) for name in sizes}
@@ -78,4 +78,4 @@ def test_each_mistake_names_the_test_that_finds_it():
     assert {name for name in named if f"def {name}(" not in file.read_text()} == set()
 
 
-LAST = "Mistakes that others have made"
+LAST = "Known bugs in parallel LoRA"
