@@ -24,7 +24,7 @@ PATTERNS = {
     r"(?:tokens?|nats|bits|bytes?|numbers?|lines?|stages?|launches|waits|sequences|objects?|"
     r"documents?|samples?|times?|prompts?) an? "
     r"(?:step|token|byte|rank|layer|row|parameter|second|line|paragraph)": "per",
-    r"(?:is|are) (?:no|none)(?! longer)": "is not a; invalid",
+    r"(?:is|are) (?:no|(?-i:none))(?! longer)": "is not a; invalid",
     r"refuse[sd]?": "is not supported; raises an error",
     r"no longer|until lately|came after|once was": "describe what is, not what was",
     r"in all|at once|in turn|by turns|take turns": "total, immediately, together, alternately",
