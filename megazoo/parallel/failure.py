@@ -193,7 +193,7 @@ class _Call:
         reported."""
         if is_of_communication(error):
             if _is_timeout(error):
-                # No rank has reported a failure: all time out, and the program names the absent one.
+                # No rank has reported a failure: all time out. The program names the absent one.
                 return
             self._close_connections()
             if cause := _within_reach(self._first_cause):
