@@ -77,7 +77,7 @@ class GradientBuckets:
     `bucket_elements` elements (None: `elements_for(ctx)`) or one larger parameter. After
     `start(n)`, the reduction of a bucket starts when each of its parameters has the gradients of n
     backwards; `wait_for_sums` waits for all. Memory is allocated only then, while activations are
-    freed. With one replica there are no buckets. The sums are not divided, because the loss is
+    freed. One replica needs no buckets. The sums are not divided, because the loss is
     already a part of the global mean.
 
     late: parameters whose gradients are incomplete after n backwards, because partial gradients

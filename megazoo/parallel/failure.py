@@ -230,7 +230,7 @@ class _Call:
         ]
 
     def _first_cause(self, store: dist.Store) -> str | None:
-        """Wait briefly for the message of the first rank that failed; None if there is none."""
+        """Wait briefly for the message of the first rank that failed; None if it does not come."""
         until = time.monotonic() + PATIENCE / 2
         while not store.check([self.cause]):
             if time.monotonic() > until:

@@ -161,14 +161,14 @@ def _backwards(rank: int, pp: int, virtual: int, microbatches: int) -> list[Acti
 
 
 def schedule_named(name: str) -> Schedule:
-    """Return the schedule with this name; UserError if there is none."""
+    """Return the schedule with this name; UserError if it does not exist."""
     if name not in SCHEDULES:
         raise UserError(f"unknown schedule {name!r}: there are {', '.join(SCHEDULES)}")
     return SCHEDULES[name]
 
 
 def placement_named_by(schedule: str) -> str:
-    """Return the placement of the schedule with this name; UserError if there is none."""
+    """Return the placement of the schedule with this name; UserError if it does not exist."""
     return getattr(schedule_named(schedule), "placement", "loop")
 
 
