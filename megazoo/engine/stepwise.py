@@ -86,7 +86,8 @@ class StepwiseRun(PipelineRun):
         self.exchange(Exchange(sends=(), receives=(transfer,)))
 
     def _send(self, action: Action) -> None:
-        """Start sending the input of an action of another stage, if another rank has it."""
+        """Start sending the input of an action of another stage, if that stage is on another
+        rank."""
         target = self.ctx.placement.rank_of(action.stage)
         if target == self.ctx.pp_rank:
             return

@@ -15,8 +15,7 @@ def check_cap(cap: float | None) -> None:
 
 
 def soft_capped(x: torch.Tensor, cap: float | None) -> torch.Tensor:
-    """Return cap tanh(x / cap), which is between -cap and cap, or x if cap is None. Same shape and
-    dtype."""
+    """Return cap tanh(x / cap), between -cap and cap; without a cap, x. Same shape and dtype."""
     return x if cap is None else cap * torch.tanh(x / cap)
 
 

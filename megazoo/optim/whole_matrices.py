@@ -1,9 +1,9 @@
-"""Matrices that tp ranks and replicas have parts of, brought together for work that needs them
-whole, each on one rank.
+"""Gather matrices that are sharded over tp ranks and replicas, for work on full matrices, each on
+one rank.
 
-What is whole here is a part of a linear weight: q, k and v of a fused projection are three. Each
-has an owner among the ranks of a pipeline stage, by cost; owners work at the same time, in rounds
-of at most one matrix each, so that the memory for whole matrices stays small.
+A matrix here is a part of a linear weight: q, k and v of a fused projection are three. Each has an
+owner among the ranks of a pipeline stage, chosen by cost. Owners work in parallel, in rounds of at
+most one matrix each, so that full matrices need little memory.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,10 +20,10 @@ from megazoo.parallel.shard import Piece, Place
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix, [rows, columns] in all.
+    """A matrix of [rows, columns], in its global shape.
 
-    entry: the parameter that it is a part of. part: its number there. first: its first row in the
-    whole parameter. owner: the rank along the token axis, and along tp, that works on it.
+    entry: the parameter that contains it. part: the index of the part. first: its first row in the
+    global parameter. owner: the rank along the token axis and the rank along tp that work on it.
     """
 
     entry: NamedParameter
@@ -82,11 +82,10 @@ def stepped_matrices(
 
 
 class WholeMatrices:
-    """Applies a function to whole matrices, of which this rank has parts.
+    """Applies a function to full matrices of which this rank has parts.
 
-    cost: as in `stepped_matrices`. ranges: of each parameter, by its name and a rank along the
-    token axis, which elements of the tp rank's flattened part that rank has; None where every
-    replica has all of it.
+    cost: as in `stepped_matrices`. ranges: for a parameter and a rank along the token axis, the
+    range of the tp rank's flattened part that this rank has; None if every replica has all of it.
     """
 
     def __init__(
@@ -108,11 +107,10 @@ class WholeMatrices:
         take: Callable[[Matrix, torch.Tensor], None],
     ) -> None:
         """Call give(matrix) for this rank's elements of each matrix, and take(matrix, elements)
-        with what the function makes of them; the elements are those of `mine`, fp32, flat.
+        with the result of the function; the elements are those of `mine`, fp32, flat.
 
-        function(whole [rows, columns], matrix): of the same shape; called on the owner alone. All
-        ranks of a stage call this together. A round's matrices are given, made and taken before
-        those of the next.
+        function(full matrix [rows, columns], matrix): returns the same shape; called only on the
+        owner. All ranks of a stage call this together. Each round is completed before the next one.
         """
         for matrices in self.rounds:
             given = {matrix: give(matrix) for matrix in matrices}
@@ -124,7 +122,7 @@ class WholeMatrices:
                 take(matrix, elements)
 
     def mine(self, matrix: Matrix) -> slice:
-        """Return where a matrix lies in what this replica has of its parameter, flattened."""
+        """Return the slice of a matrix in this replica's flattened part of its parameter."""
         first, end = self._range(matrix, self.me[0])
         start = self.ranges(matrix.entry, self.me[0])[0] if self.ranges else 0
         return slice(first - start, end - start)
@@ -222,7 +220,7 @@ class WholeMatrices:
         return {matrix: parts[matrix] for matrix in here}
 
     def _local(self, matrix: Matrix, tp_rank: int, piece: Piece) -> tuple[slice, ...]:
-        """Return where a piece lies in a tp rank's part of a matrix."""
+        """Return the index of a piece in a tp rank's part of a matrix."""
         columns = matrix.entry.spec.local_shape(_place(self.ctx, tp_rank))[1]
         start = matrix.span(self.ctx, tp_rank)[0] // columns
         rows, cols = piece.index()
@@ -278,13 +276,13 @@ class WholeMatrices:
         return part.view(-1)
 
     def _box(self, matrix: Matrix, piece: Piece) -> tuple[slice, slice]:
-        """Return where a piece lies in the whole matrix."""
+        """Return the index of a piece in the full matrix."""
         (top, bottom), (left, right) = piece.box
         return slice(top - matrix.first, bottom - matrix.first), slice(left, right)
 
 
 def _place(ctx: ParallelContext, tp_rank: int) -> Place:
-    """Return the place of the rank that differs from this one along tp alone."""
+    """Return the place of the rank that differs from this one only along tp."""
     return ctx.place | {"tp": (ctx.tp_size, tp_rank)}
 
 

@@ -1,7 +1,7 @@
-"""Ranks that make a call together first compare what they must have alike in it.
+"""Before ranks make a call together, they compare the values that must be equal in it.
 
-Each rank hashes what concerns an axis of the mesh, and the ranks along it reduce one number. Where
-the numbers differ, they exchange what they hashed, and all of them raise the same UserError.
+Each rank hashes the values for an axis of the mesh, and the ranks along it reduce one number. If
+the numbers differ, they exchange the values, and all of them raise the same UserError.
 """
 
 from collections.abc import Mapping
@@ -17,24 +17,24 @@ from megazoo.parallel.axes import Axis
 from megazoo.parallel.collectives import all_reduce
 from megazoo.parallel.context import ParallelContext
 
-# On CUDA the first calls are compared, and then every so many: the comparison goes over the network
-# while the device computes, but the host that launches its work waits for it. A prime number, so
-# that of a loop with several calls each has its turn.
+# On CUDA the first CUDA_FIRST calls are compared, and then every CUDA_EVERY-th: the host waits for
+# the comparison. A prime number, so that in a loop with several calls each one is compared.
 CUDA_FIRST, CUDA_EVERY = 16, 17
-SHOWN = 3  # differences that a message names
-# Which ranks may give otherwise: names of directories on several machines, and what is returned.
+SHOWN = 3  # maximum number of differences in a message
+# May differ between ranks: directories on several machines, and the choice of what is returned.
 OWN = ("directory", "load_directory", "return_count")
-OF_REPLICA = ("num_microbatches",)  # which replicas may give otherwise
-PIECE_ELEMENTS = 1 << 22  # of a tensor on CUDA, of which a checksum is made at once
+OF_REPLICA = ("num_microbatches",)  # may differ between replicas
+PIECE_ELEMENTS = 1 << 22  # chunk size for the checksum of a tensor on CUDA
 
 
 @dataclass
 class Terms:
-    """What ranks that make a call together have alike, each value by a name for messages.
+    """The values that must be equal on the ranks that make a call together, by their names in
+    messages.
 
-    everywhere: on all of them, such as settings. in_replica: on the ranks of one replica. rows: on
-    the ranks that work on the same rows, those along tp and cp. replicas: on the ranks that have
-    the same parameters, along cp and dp. parts: each rank along cp was given its part of the rows,
+    everywhere: on all ranks, such as settings. in_replica: on the ranks of one replica. rows: on
+    the ranks that work on the same rows, those along tp and cp. replicas: on the ranks with the
+    same parameters, along cp and dp. parts: whether each cp rank was given its part of the rows,
     which are then not compared over cp.
     """
 
@@ -45,7 +45,7 @@ class Terms:
     parts: bool = False
 
     def along(self, axis: str) -> dict[str, Any]:
-        """Return what the ranks along an axis have alike."""
+        """Return the values that must be equal along an axis."""
         terms = dict(self.everywhere)
         if axis != "dp":
             terms |= self.in_replica
@@ -56,8 +56,8 @@ class Terms:
         return terms
 
     def take(self, arguments: Mapping[str, Any]) -> None:
-        """Add the arguments of a call: tensors, which are of rows, and settings. None, and what is
-        of other types, such as functions, is not compared."""
+        """Add the arguments of a call: tensors, which are rows, and settings. None and other types,
+        such as functions, are not compared."""
         for name, value in arguments.items():
             if isinstance(value, torch.Tensor):
                 self.rows[name] = fingerprint(value)
@@ -68,19 +68,19 @@ class Terms:
         self.parts = self.parts or arguments.get("sequence_length") is not None
 
     def take_config(self, config: Any) -> None:
-        """Add the fields of a model's config."""
+        """Add the fields of the config of a model."""
         self.take({f"the model's {f.name}": getattr(config, f.name) for f in fields(config)})
 
 
 def is_compared(ctx: ParallelContext, number: int) -> bool:
-    """Return whether ranks compare a call: all calls, on CUDA some. number: of the calls that these
-    ranks have made together."""
+    """Return whether ranks compare a call: always, on CUDA sometimes. number: of the calls that
+    these ranks have made together."""
     return ctx.device.type != "cuda" or number <= CUDA_FIRST or number % CUDA_EVERY == 0
 
 
 def agree(ctx: ParallelContext, call: str, terms: Terms, axes: tuple[str, ...]) -> None:
-    """Raise UserError, on every rank along an axis, unless the ranks along it make the same call on
-    the same terms."""
+    """Raise UserError, on every rank along an axis, unless the ranks along it make the same call
+    with the same values."""
     for name in axes:
         axis = ctx.axis(name)
         mine = {"call": call, **terms.along(name)}
@@ -89,26 +89,27 @@ def agree(ctx: ParallelContext, call: str, terms: Terms, axes: tuple[str, ...]) 
 
 
 def sharing_axis(ctx: ParallelContext, *rows: torch.Tensor | None) -> Axis:
-    """Return the ranks that share the work on rows: those of all replicas, if all were given the
-    same ones; else those along cp, and each replica works on its own. Every rank calls it; the
-    stages of a pipeline with the same rows: otherwise UserError."""
+    """Return the ranks that divide the work on rows: those of all replicas if all have the same
+    rows; otherwise those along cp. Every rank calls it. UserError if the stages of a pipeline have
+    different rows."""
     dp, pp = ctx.dp, ctx.pp
     if dp.size * pp.size == 1 or not dist.is_initialized():
         return ctx.token_axis
     mine = {f"rows {i}": fingerprint(each, bits=True) for i, each in enumerate(rows)}
     if pp.size > 1 and not _are_equal(mine, pp):
         raise UserError(
-            "the stages of a pipeline were given different rows: give all ranks of a replica the "
-            "same ones"
+            "the stages of a pipeline were given different rows: pass the same rows on all ranks "
+            "of a replica"
         )
     return ctx.token_axis if dp.size == 1 or _are_equal(mine, dp) else ctx.cp
 
 
 def fingerprint(value: Any, bits: bool | None = None) -> Any:
-    """Return what is compared of a value: of a tensor its shape, its dtype and a checksum of its
-    bits; of anything else the value itself.
+    """Return the compared value: for a tensor its shape, dtype and a checksum of its bits;
+    otherwise the value.
 
-    bits: whether there is a checksum; by default on the CPU only: it would wait for a device.
+    bits: whether to compute the checksum; default: on the CPU only, because it would wait for a
+    device.
     """
     if not isinstance(value, torch.Tensor):
         return value
@@ -128,8 +129,8 @@ def _is_plain(value) -> bool:
 
 
 def _checksum(tensor: torch.Tensor) -> int:
-    """Return a number that changes with the bits of a tensor and with their order. On CUDA the
-    device computes it."""
+    """Return a number that depends on the bits of a tensor and their order. On CUDA it is computed
+    on the device."""
     flat = tensor.detach().reshape(-1)
     if tensor.device.type == "cpu":
         return crc32(flat.contiguous().view(torch.uint8).numpy())
@@ -137,8 +138,8 @@ def _checksum(tensor: torch.Tensor) -> int:
 
 
 def _weighted_sum(flat: torch.Tensor) -> int:
-    """Return the sum, modulo 2 ** 64, of a tensor's bits as integers, each multiplied by an odd
-    number of its own."""
+    """Return the sum, modulo 2 ** 64, of a tensor's bits as integers, each multiplied by a
+    different odd number."""
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     bits = flat.view(integers[flat.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
@@ -150,7 +151,7 @@ def _weighted_sum(flat: torch.Tensor) -> int:
 
 
 def _are_equal(mine: Mapping[str, Any], axis: Axis) -> bool:
-    """Return whether all ranks along an axis have equal values, by their hashes."""
+    """Return whether all ranks along an axis have equal values, from their hashes."""
     number = float(crc32(_text(mine).encode()))
     extremes = torch.tensor([number, -number], dtype=torch.float64)
     all_reduce(extremes, axis.group, dist.ReduceOp.MAX)
@@ -159,21 +160,21 @@ def _are_equal(mine: Mapping[str, Any], axis: Axis) -> bool:
 
 
 def _text(value) -> str:
-    """Return a text that is the same for equal values: 1, 1.0 and True; a list and its tuple;
-    dictionaries in whatever order."""
+    """Return a text that is the same for equal values: 1, 1.0 and True; a list and a tuple;
+    dictionaries in any order."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(sorted(f"{_text(k)}: {_text(v)}" for k, v in value.items())) + "}"
     if isinstance(value, tuple | list):
         return "[" + ", ".join(map(_text, value)) + "]"
     if isinstance(value, str):
         return repr(str(value))
-    if isinstance(value, float) and not value.is_integer():  # infinite, or not a number, too
+    if isinstance(value, float) and not value.is_integer():  # including infinity and NaN
         return repr(float(value))
     return repr(int(value)) if isinstance(value, int | float) else repr(value)
 
 
 def _difference(mine: dict[str, Any], axis: str, ctx: ParallelContext) -> str:
-    """Return, on all ranks along an axis, what differs between them, and on which."""
+    """Return, on all ranks along an axis, the message with the differences and their ranks."""
     every: list = [mine] * ctx.axis(axis).size
     dist.all_gather_object(every, mine, group=ctx.axis(axis).group)
     ranks = [f"rank {ctx.rank_at(**{axis: i})} ({axis} {i})" for i in range(len(every))]
@@ -206,7 +207,7 @@ RULES = {
 
 
 def _shown(here, there) -> tuple[str, str]:
-    """Return two different values in a few characters: of tensors, what of them differs."""
+    """Return two different values as short texts; for tensors, their difference."""
     if isinstance(here, tuple) and isinstance(there, tuple):
         for what, a, b in zip(("of the shape", "of the dtype"), here, there, strict=False):
             if a != b:

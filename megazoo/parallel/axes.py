@@ -1,4 +1,4 @@
-"""The axes of the mesh as a rank sees them, and those that are derived from dp and cp."""
+"""The axes of the mesh from the view of a rank, and the axes that are derived from dp and cp."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ from megazoo.parallel.groups import VirtualGroup, group_along, solitary_group
 
 @dataclass(frozen=True, eq=False)
 class Axis:
-    """One axis of the mesh, as a rank sees it: the ranks that differ from it in this axis alone.
+    """One axis of the mesh, for one rank: the ranks that differ from it only in this axis.
 
-    rank: which of the `size` ranks it is. group: through which they talk; None in a world of one.
-    Where only the axis is of size 1, the group is of this rank alone (see groups.py).
+    size: number of ranks. rank: index of this rank. group: their process group; None in a world of
+    one rank. If only the axis has size 1, the group has only this rank (see groups.py).
     """
 
     size: int
@@ -25,10 +25,10 @@ class Axis:
 
 @dataclass(frozen=True, eq=False)
 class FoldedAxis(Axis):
-    """An axis that is folded into the token axis: the ranks of that which are neighbours.
+    """An axis that is folded into the token axis: neighbouring ranks of the token axis.
 
-    replicas: the ranks of the token axis that have the same place on this one, and so the same of
-    what is cut over it.
+    replicas: the ranks of the token axis with the same index on this axis, and so the same shards
+    of parameters that are sharded over it.
     """
 
     replicas: Axis
@@ -92,8 +92,8 @@ class ShortNames:
 
 
 def joined(dp: Axis, cp: Axis, group: dist.ProcessGroup | None) -> Axis:
-    """Return dp and cp as one axis. Its rank is that in the mesh, where cp is next to dp. group: of
-    its ranks, where both have several; None in a virtual context."""
+    """Return dp and cp as one axis, in mesh order, where cp is next to dp. group: of its ranks, if
+    both have several; None in a virtual context."""
     if cp.size == 1 or dp.size == 1:
         return dp if cp.size == 1 else cp
     size, rank = dp.size * cp.size, dp.rank * cp.size + cp.rank
@@ -105,10 +105,10 @@ def folded_into(
     sizes: Iterable[tuple[str, int]],
     groups: tuple[tuple[dist.ProcessGroup, ...], ...],
 ) -> dict[str, FoldedAxis]:
-    """Return the axes that are folded into the token axis, whose fastest ranks they are.
+    """Return the axes that are folded into the token axis; they are its fastest ranks.
 
-    sizes: their names and sizes. groups: along each, and of its replicas; none in a virtual
-    context.
+    sizes: their names and sizes. groups: for each, its group and that of its replicas; empty in a
+    virtual context.
     """
     folded = {}
     for number, (name, size) in enumerate(sizes):
@@ -122,7 +122,7 @@ def folded_into(
 def groups_of_folded(
     ranks: torch.Tensor, size: int, device: torch.device, timeout: timedelta
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Make the groups along a folded axis and along its replicas; return this rank's. Every rank
+    """Create the groups along a folded axis and along its replicas; return this rank's. Every rank
     calls it. ranks: of the world, [pp, token axis, tp]."""
     pp, token, tp = ranks.shape
     ranks = ranks.view(pp, token // size, size, tp)

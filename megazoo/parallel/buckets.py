@@ -1,7 +1,7 @@
-"""Gradients in contiguous fp32 buckets, summed over the replicas while backward still runs.
+"""Gradients in contiguous fp32 buckets, which are reduced over the replicas during backward.
 
-`GradientBuckets` sums them, shares the sums out under ZeRO-1, and knows whether a step may take
-them; the hook on torch's own optimizers, at the end, asks it.
+`GradientBuckets` sums them, shards the sums under ZeRO-1, and checks whether a step may use them.
+The hook on the optimizers of torch, at the end, calls this check.
 """
 
 import weakref
@@ -23,36 +23,36 @@ from megazoo.torch_internals import copy_each, scale_each
 BUCKET_ELEMENTS = 1 << 23  # on CPUs: 32 MB of fp32
 CUDA_BUCKET_ELEMENTS = 40_000_000  # on CUDA at least: 160 MB, as in Megatron-LM
 SHARD_ELEMENTS = 1_000_000  # on CUDA at least, of each replica: 4 MB
-# elements: shards begin where a kernel's vectors do, so that it computes them as it would the whole
+# elements: shards start at vector boundaries of kernels, so results equal those without shards
 ALIGNMENT = 64
 
-# Why a step must not take the gradients.
+# Why a step must not use the gradients.
 UNSUMMED = (
-    "the gradients of your own backward are not summed over the ranks: call model.sync_gradients() "
-    "on every rank before the step (where you have summed them yourself, too: it then changes "
-    "nothing)"
+    "the gradients of a custom backward are not summed over the ranks: call "
+    "model.sync_gradients() on every rank before the step (also if you have summed them yourself: "
+    "it then changes nothing)"
 )
 UNFINISHED = (
-    "a batch is not finished: go through model.microbatches() to its end; or, if it was left, "
-    "train on another or call model.zero_grad()"
+    "a batch is not finished: run the loop over model.microbatches() to its end; or, if you left "
+    "it, train on another batch or call model.zero_grad()"
 )
 MIXED = (
-    "your own backward has added to what train_batch shared out among the replicas (ZeRO-1): call "
-    "model.zero_grad() before it"
+    "a custom backward has added to gradients that train_batch sharded over the replicas "
+    "(ZeRO-1): call model.zero_grad() before it"
 )
 
 USED_AGAIN = (
     "a parameter got more gradients than there are micro-batches, after its sum over the replicas "
-    "had begun: if several stages use it, say so by model.tie(NAME, *STAGES); if several layers "
-    "do, use --recompute none or selective"
+    "had started: if several stages use it, call model.tie(NAME, *STAGES); if several layers use "
+    "it, use --recompute none or selective"
 )
 
 
 def elements_for(ctx: ParallelContext) -> int:
-    """Return how many elements a bucket has.
+    """Return the number of elements of a bucket.
 
-    On CUDA what a replica gets of a sum must not become so small that the time goes into the ring's
-    steps, of which there are as many as replicas: buckets grow with them.
+    On CUDA the shard per replica must not be too small, because the ring has as many steps as
+    replicas. So buckets grow with the number of replicas.
     """
     if ctx.device.type != "cuda":
         return BUCKET_ELEMENTS
@@ -60,8 +60,8 @@ def elements_for(ctx: ParallelContext) -> int:
 
 
 def accumulate_in_fp32(parameter: nn.Parameter) -> None:
-    """Let autograd add up the parameter's gradient in fp32, the buckets' precision, whatever its
-    own."""
+    """Make autograd accumulate the gradient of a parameter in fp32, the precision of the
+    buckets."""
     if parameter.dtype != torch.float32:
         gradient, parameter.grad = parameter.grad, None
         parameter.grad_dtype = torch.float32
@@ -69,32 +69,31 @@ def accumulate_in_fp32(parameter: nn.Parameter) -> None:
 
 
 class GradientBuckets:
-    """Sums the gradients over the replicas, in buckets of which each parameter's becomes a view.
+    """Reduce gradients over the replicas, in buckets; each gradient becomes a view of its bucket.
 
-    The replicas are the ranks along `ctx.token_axis`; of what is cut over an axis that is folded
-    into it, that axis's `replicas`. The parameters of a bucket have the same replicas. Buckets are
-    filled in the reverse of the parameters' order, roughly the order of backward, each with at most
-    `bucket_elements` (None is `elements_for(ctx)`) or a single larger parameter. After `start(n)` a
-    bucket is made, and leaves, as soon as each of its parameters has received the gradients of n
-    backwards; `wait_for_sums` waits for all. No memory is taken before: gradients come while
-    activations go.
-    One replica alone needs no buckets.
-    The sum needs no division: the loss is already a part of the global batch's mean.
-    late: parameters whose gradients are not whole after so many backwards, because parts over tp or
-    tied copies are still to be summed, or several stages of the rank use them: their buckets leave
-    in `wait_for_sums`.
-    unsummed: those of which a user's own backward leaves parts over tp, too.
-    axes: of parameters with other replicas than the token axis, which.
+    The replicas are the ranks along `ctx.token_axis`, or, for parameters that are sharded over a
+    folded axis, its `replicas`. All parameters of a bucket have the same replicas. Buckets are
+    filled in the reverse order of the parameters, roughly the order of backward. Each has at most
+    `bucket_elements` elements (None: `elements_for(ctx)`) or one larger parameter. After
+    `start(n)`, the reduction of a bucket starts when each of its parameters has the gradients of n
+    backwards; `wait_for_sums` waits for all. Memory is allocated only then, while activations are
+    freed. One replica needs no buckets. The sums are not divided, because the loss is
+    already a part of the global mean.
+
+    late: parameters whose gradients are incomplete after n backwards, because partial gradients
+    over tp or tied copies must be summed, or several stages of the rank use them. They are reduced
+    in `wait_for_sums`. unsummed: parameters whose gradients are also partial over tp after a custom
+    backward. axes: the replicas of parameters with others than the token axis.
 
     The order of calls, in engine/training.py: `start`, the backwards, `fill_missing`; the sums over
-    tp and between tied stages; `wait_for_sums`; and `stop`, whatever happens.
+    tp and between tied stages; `wait_for_sums`; and `stop`, also after an error.
 
-    With `sharded` each replica gets the sum of its own part of every bucket only (ZeRO-1,
-    Rajbhandari et al. 2020): the elements `range_of(parameter)` of each parameter. It updates
-    these, and `gather` gives them to all.
+    With `sharded`, each replica gets only its shard of every bucket (ZeRO-1, Rajbhandari et al.
+    2020): the elements `range_of(parameter)` of each parameter. It updates these, and `gather`
+    sends them to all.
 
-    A backward outside of start and wait_for_sums is a user's own. Its gradients are this rank's
-    alone until `average`. `check` tells whether a step may take the gradients that are there.
+    A backward outside of start and wait_for_sums is a custom one. Its gradients are only this
+    rank's until `average`. `check` raises an error if a step may not use the current gradients.
     """
 
     def __init__(
@@ -166,7 +165,8 @@ class GradientBuckets:
         }
 
     def give_way_to(self, others: "GradientBuckets") -> None:
-        """End, as other parameters are trained now; hand over what is known of the gradients."""
+        """End, because the set of trained parameters has changed; pass the state of the gradients
+        on."""
         for hook in self._hooks:
             hook.remove()
         for parameter in self.place.keys() - others.place.keys():
@@ -175,11 +175,10 @@ class GradientBuckets:
         _alive.discard(self)
 
     def start(self, backwards: int, deferred: Container[nn.Parameter] = ()) -> None:
-        """Free the gradients and expect `backwards` contributions to each before it is summed over
+        """Free the gradients and expect `backwards` contributions to each before it is reduced over
         the replicas.
 
-        deferred: parameters of which not autograd but a call of `received` tells that they have
-        had one.
+        deferred: parameters whose contributions are reported by `received` instead of autograd.
         """
         for parameter in self.place:
             parameter.grad = None
@@ -206,8 +205,7 @@ class GradientBuckets:
         return sum(counts) * torch.float32.itemsize
 
     def fill_missing(self) -> None:
-        """Give a gradient of zeros to parameters that have received none: after the last backward,
-        before `wait_for_sums`."""
+        """Set missing gradients to zeros: after the last backward, before `wait_for_sums`."""
         for parameter in self.place:
             if parameter.grad is None:
                 parameter.grad = torch.zeros(
@@ -215,8 +213,8 @@ class GradientBuckets:
                 )
 
     def wait_for_sums(self, loss_scale: float = 1.0) -> None:
-        """Sum what has not left yet (parameters without a gradient hold their bucket back), wait
-        for all sums, and divide by the loss scale."""
+        """Reduce the remaining buckets, wait for all sums, and divide by the loss scale. Parameters
+        without a gradient delay their bucket."""
         self._launch(len(self.members))
         self.stop()
         self.fault, self.shared_out = None, self.sharded
@@ -249,11 +247,11 @@ class GradientBuckets:
         for index, axis in enumerate(self.axes if self.ctx.token_axis.size > 1 else ()):
             bucket = self._filled(index)
             all_reduce(bucket, axis.group)
-            bucket /= self.ctx.dp_size  # a mean over the replicas, whatever else is summed
+            bucket /= self.ctx.dp_size  # a mean over the replicas
         self.fault = None
 
     def check(self) -> None:
-        """Raise UserError if a step would take gradients that are not whole."""
+        """Raise UserError if a step would use incomplete gradients."""
         if self.fault:
             raise UserError(self.fault)
 
@@ -262,8 +260,8 @@ class GradientBuckets:
         return self.axes[self.place[parameter][0]]
 
     def range_of(self, parameter: nn.Parameter, rank: int) -> tuple[int, int]:
-        """Return the elements of a parameter, first and last + 1, that lie in a replica's part of
-        its bucket. rank: of the replica, along the parameter's axis."""
+        """Return the range (first, last + 1) of a parameter's elements in a replica's shard of its
+        bucket. rank: of the replica, along the parameter's axis."""
         index, start = self.place[parameter]
         shard = self.sizes[index] // self.axes[index].size
         edges = shard * rank - start, shard * (rank + 1) - start
@@ -272,10 +270,10 @@ class GradientBuckets:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Give every replica the parameters' elements that the others have updated.
+        """Send every replica the parameter elements that the others have updated.
 
-        On CUDA a bucket is under way while the one before it is copied into its parameters; on
-        CPUs both would share the same cores. When it returns, all are whole to whoever reads them.
+        On CUDA a bucket is sent while the previous one is copied to its parameters; on CPUs both
+        would use the same cores. On return, all parameters are complete.
         """
         ahead = 1 if self.ctx.device.type == "cuda" else 0
         shared = [index for index, axis in enumerate(self.axes) if axis.size > 1]
@@ -305,8 +303,7 @@ class GradientBuckets:
         return flat, all_gather_shards(flat, axis.group, async_op=True)
 
     def _launch(self, stop: int) -> None:
-        """Start the sums of the buckets before `stop`: always in order, so that all replicas agree
-        on it."""
+        """Start the sums of the buckets before `stop`, always in the same order on all replicas."""
         reduce = reduce_scatter_shards if self.sharded else all_reduce
         for index in range(self.launched, stop):
             axis = self.axes[index]
@@ -373,7 +370,8 @@ _ADAMS = (
 
 
 def _before_step(optimizer: torch.optim.Optimizer, *_) -> None:
-    """Refuse a step of one of torch's optimizers that would do wrong by a model's parameters."""
+    """Raise UserError for a step of a torch optimizer that would use wrong or unsupported
+    gradients."""
     parameters = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     for buckets in _alive:
         ours = parameters & buckets.place.keys()
@@ -382,15 +380,15 @@ def _before_step(optimizer: torch.optim.Optimizer, *_) -> None:
         buckets.check()
         if buckets.shared_out:
             raise UserError(
-                "gradients are shared out among the replicas, as AdamW(zero=1) asked for: "
-                "step that optimizer, or make no such one"
+                "gradients are sharded over the replicas because of AdamW(zero=1): step that "
+                "optimizer, or do not create it"
             )
         lower = next((p for p in ours if p.grad is not None and p.grad.dtype != p.dtype), None)
         fused = any(group.get("fused") for group in optimizer.param_groups)
         if lower is not None and (fused or isinstance(optimizer, _ADAMS)):
             raise UserError(
                 f"torch's {'fused ' * fused}{type(optimizer).__name__} can't step {lower.dtype} "
-                "parameters by fp32 gradients: use megazoo.optim.AdamW(model), which also keeps "
+                "parameters with fp32 gradients: use megazoo.optim.AdamW(model), which also keeps "
                 "fp32 master weights"
             )
 

@@ -168,10 +168,10 @@ def exchange_parts(
     return received
 
 
-# The same, begun: each returns a function that waits for the result and returns it. On CUDA the sum
-# runs beside what is launched before that function is called. Its few blocks are sure of a place
-# only if the device takes kernels in the order of their launches, and for that the environment must
-# say CUDA_DEVICE_MAX_CONNECTIONS=1 (as for Megatron-LM); else a large product may hold them up.
+# Asynchronous versions: each returns a function that waits for the result and returns it. On CUDA
+# the sum overlaps with kernels that are launched before that function is called. This is certain
+# only if the device runs kernels in launch order, with CUDA_DEVICE_MAX_CONNECTIONS=1 in the
+# environment (as for Megatron-LM); otherwise a large product may delay it.
 
 
 def begin_sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:

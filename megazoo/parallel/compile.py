@@ -28,7 +28,7 @@ def untraced(function: Callable) -> Callable:
 def prepare_to_compile(device: torch.device) -> None:
     """Make ready for torch.compile. UserError if the machine lacks what it needs for `device`."""
     check_compiler(device.type)
-    # A layer is compiled anew for training, evaluation, masks, and scales that go by its index.
+    # A layer is compiled again for training, evaluation, masks, and scales that vary by index.
     allow_recompilations(128)
     while _untraced:
         function = _untraced.pop()

@@ -1,4 +1,4 @@
-"""Gradients of linear weights that something else than autograd adds up: at once, or, for schedules
+"""Gradients of linear weights that are added outside of autograd: immediately, or, for schedules
 that split the backward, later."""
 
 from collections.abc import Callable
@@ -46,17 +46,17 @@ class WeightQueue:
 
 
 class AtOnce:
-    """Stands where a WeightQueue does if no gradient has to wait: of 16-bit weights on CUDA it adds
+    """Used instead of a WeightQueue if no gradient is delayed: for 16-bit weights on CUDA, it adds
     each product to the fp32 gradient in the kernel that multiplies.
 
-    Autograd would take a product rounded to 16 bits, widen it and add it, in two more kernels.
+    Autograd would round the product to 16 bits, convert it and add it, with two more kernels.
     """
 
     def serves(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
-        """Say whether a layer that multiplies x by `weight` should use it.
+        """Return whether a layer that multiplies x by `weight` should use it.
 
-        Not where the compiler looks on; nor where autograd has more to do with each product than to
-        add it: for what is no parameter, or has hooks on its gradient.
+        Not under torch.compile, and not if autograd must do more with each product than add it: for
+        a tensor that is not a parameter, or has hooks on its gradient.
         """
         return (
             not torch.compiler.is_compiling()
@@ -68,11 +68,12 @@ class AtOnce:
         )
 
     def put(self, weight: torch.nn.Parameter, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """Return the weight's gradient so far plus the product a b, for autograd to put it back.
+        """Return the weight's gradient so far plus the product a b; autograd then stores it as the
+        gradient.
 
-        The weight has no gradient until then. So autograd, which adds to what is there, moves no
-        memory; yet it sums what else has used the weight in this backward, and tells the buckets
-        once, when all is there.
+        The weight has no gradient until then, so autograd copies nothing. It still adds the
+        gradients of other uses of the weight in this backward, and notifies the buckets once, at
+        the end.
         """
         total, weight.grad = weight.grad, None
         return add_product(total, a, b)

@@ -11,12 +11,12 @@ from megazoo.errors import UserError, advise
 
 
 def choose_device(device: str | torch.device, local_world: int | None = None) -> torch.device:
-    """Choose this rank's device: the one of its number among the ranks of this machine, or the
-    first where a launcher shows each rank devices of its own.
+    """Choose this rank's device: the one with its local rank as index, or the first one if the
+    launcher shows each rank separate devices.
 
-    "auto" is CUDA if each rank of this machine can have a device, else the CPU; if there are
-    devices, but too few, rank 0 says so. local_world: ranks that this process will start; None if
-    there are as many as the launcher says. UserError if CUDA has too few devices.
+    "auto" is CUDA if each rank of this machine can have a device, otherwise the CPU; if there are
+    too few devices, rank 0 warns. local_world: the number of ranks that this process will start;
+    None: the number that the launcher reports. UserError if CUDA has too few devices.
     """
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
     ranks = local_world or local_world_size()

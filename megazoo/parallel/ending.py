@@ -63,10 +63,10 @@ _latest: _Ending | None = None
 
 
 def close_at_exit(name: str, owns_world: bool, groups: list) -> None:
-    """Have this process close groups at its end, together with the other ranks.
+    """Close groups at the end of this process, together with the other ranks.
 
-    name: of the context, the same on all ranks. owns_world: megazoo initialised torch.distributed;
-    if a user did, that is theirs to end.
+    name: of the context, the same on all ranks. owns_world: whether megazoo initialised
+    torch.distributed; otherwise the user must close it.
     """
     global _latest
     if _latest is None or not _latest.is_current():
@@ -78,7 +78,7 @@ def close_at_exit(name: str, owns_world: bool, groups: list) -> None:
 
 
 def leave() -> None:
-    """Have this process end without the others, as after a mistake that it has told."""
+    """End this process without waiting for the other ranks, after a reported error."""
     if _latest:
         atexit.unregister(_latest)
 

@@ -1,14 +1,14 @@
-"""A call that fails on one rank ends on all: the others hear of it, with its message, instead of
-waiting in vain.
+"""A call that fails on one rank fails on all: the others raise an error with its message instead of
+waiting.
 
-A rank that fails says so in the job's store. If within a moment all ranks have failed in the same
-call, as with a batch that no rank can take, nothing is broken, and the program may go on. Else some
-wait for it: it closes its connections, so that their waits end now; they close theirs, and
-raise what the first one said.
+A rank that fails reports it in the job's store. If all ranks fail in the same call within PATIENCE
+seconds, as with an invalid batch, the program can continue. Otherwise some ranks are waiting for
+it: it closes its connections, so that their waits end immediately. They close their connections
+too, and raise the message of the first rank.
 
-This is so for what travels by gloo and through shared memory. What waits for NCCL ends with the
-launcher, which ends all ranks when one has died, or after the timeout, by NCCL's own watchdog; a
-training program then has named the absent rank before (megazoo/cli/launch/heartbeat.py).
+This covers gloo and shared memory. A wait for NCCL ends when the launcher stops all ranks after one
+has died, or after the timeout, through NCCL's watchdog. A training program has then already named
+the absent rank (megazoo/cli/launch/heartbeat.py).
 """
 
 import inspect
@@ -28,25 +28,23 @@ from megazoo.parallel.context import AXES, ParallelContext
 from megazoo.parallel.cpu import shared_memory
 from megazoo.torch_internals import default_store
 
-PATIENCE = 2.0  # seconds in which ranks that fail alike do so
-OUT_OF_REACH = 5.0  # seconds after which the job's store is given up
-UNUSED_TAG = 911  # of messages that nobody sends
+PATIENCE = 2.0  # seconds in which all ranks must fail to count as the same failure
+OUT_OF_REACH = 5.0  # seconds to wait for the job's store
+UNUSED_TAG = 911  # tag of messages that are never sent
 
 _thread = threading.local()  # its `inside` is set within a call
-_running: dict[str, tuple[str, int]] = {}  # of each context: the call, and its thread
-_made: dict[str, int] = {}  # how often this process has begun each call that all ranks make
+_running: dict[str, tuple[str, int]] = {}  # per context: the call, and its thread
+_made: dict[str, int] = {}  # number of times this process has started each collective call
 _latest = {"call": (0, "none")}  # see calls_made; one value, so that threads read it whole
 
 
 @contextmanager
 def propagate_errors(ctx: ParallelContext, in_replica: bool = False) -> Iterator["_Call | None"]:
-    """Raise an exception that one rank raises within this block, which all ranks enter together, on
-    all.
+    """Within this block, which all ranks enter together, an exception on one rank is raised on all.
 
-    The one that fails raises its own exception, the others a UserError with its text, exit code 1.
-    in_replica: only the ranks of a replica enter together, and replicas go on without one another.
-    Yields the call, by which its ranks may compare what they have (`agree`); None within another
-    call, and where there is one rank.
+    The rank that fails raises its own exception, the others a UserError with its text and exit code
+    1. in_replica: only the ranks of a replica enter together. Yields the call, with which the ranks
+    can compare values (`agree`); None within another call, and with one rank.
     """
     ranks = ctx.world_size // ctx.dp_size if in_replica else ctx.world_size
     if (
@@ -69,14 +67,14 @@ def propagate_errors(ctx: ParallelContext, in_replica: bool = False) -> Iterator
 
 
 def on_all_ranks(function: Callable) -> Callable:
-    """Decorate a function that all ranks call together, its first argument being what has their
-    `ctx`, as a model has: see `propagate_errors`. First the ranks compare the call, its arguments
-    and the `terms()` of that first argument: see agreement.py."""
+    """Decorate a function that all ranks call together: see `propagate_errors`. Its first argument
+    has a `ctx`, like a model. First the ranks compare the call, its arguments and the `terms()` of
+    that argument: see agreement.py."""
     return _together(function, in_replica=False)
 
 
 def on_replica_ranks(function: Callable) -> Callable:
-    """Decorate, as `on_all_ranks`, a function that the ranks of a replica call together."""
+    """Decorate, like `on_all_ranks`, a function that the ranks of a replica call together."""
     return _together(function, in_replica=True)
 
 
@@ -100,8 +98,8 @@ def _together(function: Callable, in_replica: bool) -> Callable:
 
 @contextmanager
 def _one_thread(ctx: ParallelContext, name: str) -> Iterator[None]:
-    """Refuse a call while another thread of this process is within one of the same context: the
-    collectives of the two would meet each other's on the other ranks."""
+    """Raise UserError if another thread of this process is within a call of the same context: the
+    collectives of the two would be mixed up on other ranks."""
     if ctx.mesh is None or ctx.world_size == 1:
         yield
         return
@@ -116,31 +114,32 @@ def _one_thread(ctx: ParallelContext, name: str) -> Iterator[None]:
     try:
         yield
     finally:
-        if held is mine:  # else this call is within another one
+        if held is mine:  # otherwise this call is within another one
             del _running[ctx.name]
 
 
 def calls_made() -> tuple[int, str]:
-    """Return how many calls this process has begun that all ranks make, and which one was the last:
-    (35, "train_batch 17"), the 17th of that name. Any thread may ask."""
+    """Return how many collective calls this process has started, and the last one: (35,
+    "train_batch 17"), the 17th of that name. Any thread may call it."""
     return _latest["call"]
 
 
 def _note(name: str) -> None:
-    """Count a call of that name."""
+    """Count a call with this name."""
     _made[name] = _made.get(name, 0) + 1
     _latest["call"] = _latest["call"][0] + 1, f"{name} {_made[name]}"
 
 
 def is_of_communication(error: Exception) -> bool:
-    """Say whether the error is torch's, or shared memory's, for a rank that is gone or late."""
+    """Return whether the error, of torch or of shared memory, is about a rank that is gone or
+    late."""
     words = ("gloo", "nccl", "pair closure", shared_memory.LOST)
     told = isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)
     return told or isinstance(error, dist.DistError)
 
 
 def _is_timeout(error: Exception) -> bool:
-    """Say whether the error is that of a wait for another rank that has taken too long."""
+    """Return whether the error is a timeout in a wait for another rank."""
     return is_of_communication(error) and "timed out" in str(error).lower()
 
 
@@ -165,11 +164,11 @@ class _Call:
         self.cause = f"megazoo/{ctx.name}/cause"
 
     def agree(self, name: str, model, arguments: Mapping) -> None:
-        """Raise UserError unless the ranks make the same call, with arguments and a model that fit
-        together; and if some do not come, naming them.
+        """Raise UserError unless the ranks make the same call with compatible arguments and models,
+        or if some ranks do not call.
 
-        arguments: of the call, by their names. model: what has `terms()`, if it has; they are asked
-        for only if the call is compared.
+        arguments: of the call, as {name: value}. model: an object that may have `terms()`, which is
+        called only if the call is compared.
         """
         if not is_compared(self.ctx, self.number):
             return
@@ -190,10 +189,11 @@ class _Call:
             ) from error
 
     def fail(self, error: Exception) -> None:
-        """Tell the others, or raise what another one tells."""
+        """Report the failure to the other ranks, or raise the one that another rank has
+        reported."""
         if is_of_communication(error):
             if _is_timeout(error):
-                # Nobody has said anything: all ranks time out, and the program tells who is absent.
+                # No rank has reported a failure: all time out. The program names the absent one.
                 return
             self._close_connections()
             if cause := _within_reach(self._first_cause):
@@ -206,7 +206,7 @@ class _Call:
             self._close_connections()
 
     def _all_fail(self, store: dist.Store, text: str) -> bool:
-        """Count this rank among those that fail in this call; if others don't, leave the text for
+        """Count this rank among those that fail in this call; if others don't, store the text for
         them."""
         until = time.monotonic() + PATIENCE
         store.add(self.count, 1)
@@ -218,7 +218,7 @@ class _Call:
         return True
 
     def _absent(self, store: dist.Store) -> list[int]:
-        """Say that this rank waits in the call; return those that don't."""
+        """Report that this rank waits in the call; return the ranks that don't."""
         store.set(f"{self.late}/{self.ctx.rank}", "")
         time.sleep(PATIENCE / 2)
         return [
@@ -230,7 +230,7 @@ class _Call:
         ]
 
     def _first_cause(self, store: dist.Store) -> str | None:
-        """Wait a moment for what the first rank that failed says; None if it died in silence."""
+        """Wait briefly for the message of the first rank that failed; None if it does not come."""
         until = time.monotonic() + PATIENCE / 2
         while not store.check([self.cause]):
             if time.monotonic() > until:

@@ -1,8 +1,6 @@
-"""Modules whose parameters know how they are cut, and what follows from the cuts.
-
-What follows: a parameter's values at the start, the sum of its gradient over the ranks that hold
-copies, and which of its elements count in sums over the whole model.
-"""
+"""Modules with sharded parameters, and the operations that depend on the shards: initial values,
+sums of gradients over replicated parameters, and the elements that count in sums over the whole
+model."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,8 +30,8 @@ _without_memory: ContextVar[bool] = ContextVar("cut parameters without memory", 
 
 @contextmanager
 def without_memory() -> Iterator[None]:
-    """Within this block ShardedModules make their parameters on the meta device; other tensors are
-    made as ever."""
+    """Within this block, ShardedModules create their parameters on the meta device; other tensors
+    are created as usual."""
     token = _without_memory.set(True)
     try:
         yield
@@ -42,19 +40,22 @@ def without_memory() -> Iterator[None]:
 
 
 class ShardedModule(nn.Module):
-    """A module whose parameters know how they are cut: `specs` has the cut of each by its name.
+    """A module with sharded parameters: `specs` has the ParameterSpec of each, by its name.
 
-    ctx: the parallel context to live in; by default the ambient one (`with ctx:`). A forward uses
-    `self.synced_parameter(name)` for a parameter of which, in some layout, the backward of a tp
-    rank gives only a part of the gradient (`ParameterSpec.has_partial_gradient`). The cuts survive
-    deepcopy, to() and to_empty().
+    A forward uses `self.synced_parameter(name)` for a parameter whose gradient may be partial on a
+    tp rank in some layout (`ParameterSpec.has_partial_gradient`). The shards are kept by deepcopy,
+    to() and to_empty().
 
-    sums_later: whoever runs backward sums those parts, once for many backwards, as train_batch
-    does (`sum_over_copies`). weight_queue: what adds up the gradients of linear weights in
-    train_batch.
-    multiplied: names of the parameters that are matrices by which every token is multiplied:
-    `flops_per_token` counts them, and Muon trains them.
-    shown: names of attributes that print(module) shows beside the parameters.
+    Args:
+        ctx: parallel context; default: that of the enclosing `with ctx:` block.
+
+    Attributes:
+        sums_later: whether the caller of backward sums partial gradients, once for many backwards,
+            as train_batch does (`sum_over_copies`).
+        weight_queue: adds the gradients of linear weights in train_batch.
+        multiplied: names of the parameters that are matrices which multiply every token.
+            `flops_per_token` counts them, and Muon trains them.
+        shown: names of attributes that print(module) shows after the parameters.
     """
 
     multiplied: ClassVar[tuple[str, ...]] = ()
@@ -70,12 +71,11 @@ class ShardedModule(nn.Module):
         self._partial: set[str] = set()
 
     def synced_parameter(self, name: str) -> torch.Tensor | Any:
-        """Return the parameter as the forward should use it: where each tp rank's backward gives a
-        part of its gradient, the parts are summed, here or at the end of train_batch.
+        """Return the parameter for use in forward. If the backward of each tp rank gives a partial
+        gradient, the parts are summed, here or at the end of train_batch.
 
-        So it is with KV heads that several ranks hold, and under sequence parallelism with norms.
-        Where all ranks compute the same gradient, or each has a part of its own, this is the
-        parameter itself. Of a bias that the layer has not, None.
+        That is the case for replicated KV heads, and for norms under sequence parallelism.
+        Otherwise this returns the parameter itself, or None for a missing bias.
         """
         parameter = getattr(self, name)
         if name not in self._partial or self.sums_later:
@@ -83,12 +83,16 @@ class ShardedModule(nn.Module):
         return _summed_over_copies(parameter, self.specs[name], self.ctx)
 
     def add_parameter(self, name: str, spec: ParameterSpec) -> None:
-        """Register this rank's part of a parameter, with initial values unless it is on the meta
+        """Register this rank's shard of a parameter, with initial values unless it is on the meta
         device.
 
-        The values come from a seed drawn from torch's default generator: equal on all ranks that
-        were seeded alike. A model built by `from_config` draws them anew, from the parameter's
-        global name.
+        The values depend on a seed from the default generator of torch, which must be seeded
+        equally on all ranks. A model built by `from_config` draws them again, from the global name
+        of the parameter.
+
+        Args:
+            name: name of the parameter.
+            spec: its global shape, shards and initial distribution.
         """
         _check_folded_cuts(name, spec, self.ctx)
         self.specs[name] = spec
@@ -111,8 +115,8 @@ class ShardedModule(nn.Module):
         return ", ".join(parts + [f"{name}={value}" for name, value in values if value is not None])
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *rest) -> None:
-        """Refuse weights that are rounded to 8 bits, here or there: their scales are no part of a
-        state, and torch would copy the numbers without them."""
+        """Raise UserError for weights that are rounded to 8 bits, in the model or the state: a
+        state does not contain their scales."""
         for name, parameter in self._parameters.items():
             given = state_dict.get(prefix + name)
             for tensor, where in ((parameter, "the model"), (given, "the given state")):
@@ -138,7 +142,7 @@ class NamedParameter:
 
     @property
     def gradient(self) -> torch.Tensor:
-        """The parameter's gradient, where it is known to have one."""
+        """The gradient of the parameter, which must have one."""
         assert self.parameter.grad is not None
         return self.parameter.grad
 
@@ -156,8 +160,8 @@ class NamedParameter:
 
 
 def _check_folded_cuts(name: str, spec: ParameterSpec, ctx: ParallelContext) -> None:
-    """Raise UserError unless the ranks of each folded axis have equal parts of a parameter: with
-    others their buckets of gradients would not be alike, nor leave in the same order."""
+    """Raise UserError unless the ranks of each folded axis have equal shards of a parameter:
+    otherwise their gradient buckets would differ in size and order."""
     for shard in spec.shards:
         if shard.axis in {*AXES, "token_axis"} - {"tp"}:
             raise UserError(
@@ -246,13 +250,13 @@ def initialize(
     seed: int,
     upload: Upload | None = None,
 ) -> None:
-    """Fill this rank's part of a parameter with its initial values.
+    """Fill this rank's shard of a parameter with its initial values.
 
-    They are parts of one global tensor, the same in every layout. That is drawn in tiles of
-    TILE x TILE, each from a generator seeded by (seed, tile): a rank draws the tiles that its boxes
-    touch, one tile of scratch at a time, on the CPU whatever the device. A tensor of three or more
-    dimensions is a stack of matrices, each with a seed of its own. upload: how they get to the
-    device; who fills many parameters passes the same one.
+    All shards are parts of one global tensor, the same in every layout. It is drawn in tiles of
+    TILE x TILE, each from a generator seeded by (seed, tile). A rank draws the tiles that overlap
+    its boxes, one at a time, on the CPU for every device. A tensor with three or more dimensions is
+    a stack of matrices with different seeds. upload: copies values to the device; pass the same one
+    for many parameters.
     """
     upload = upload or Upload()
     for piece in spec.pieces(ctx.place):

@@ -1,10 +1,10 @@
-"""Point-to-point traffic between the stages of the pipeline.
+"""Point-to-point communication between the stages of the pipeline.
 
-Every transfer is a batch of its own over the pipeline's group. NCCL moves the batches of a group
-one after the other, in the order in which a rank starts them, and a send may block until its
-receive: so all ranks start theirs in one order, which a schedule's program gives for training.
-Without a batch, NCCL would open a communicator for each pair of ranks, and two ranks that each
-queue a send before the receive that frees the other would hang.
+Every transfer is a separate batch over the pipeline group. NCCL runs the batches of a group one
+after the other, in the order in which a rank starts them, and a send may block until its receive.
+So all ranks start theirs in one order, which a schedule's program defines for training. Without a
+batch, NCCL would open a communicator per pair of ranks, and two ranks that each queue a send before
+the matching receive would hang.
 """
 
 import torch
@@ -46,7 +46,7 @@ def _mailboxes(tensor: torch.Tensor, ctx: ParallelContext) -> shared_memory.Mail
 
 
 def _start(operation, tensor: torch.Tensor, pp_rank: int, ctx: ParallelContext) -> dist.Work:
-    """Start dist.isend or dist.irecv as a batch of its own."""
+    """Start dist.isend or dist.irecv as a separate batch."""
     transfer = dist.P2POp(operation, tensor, ctx.rank_at(pp=pp_rank), ctx.pp_group)
     (work,) = dist.batch_isend_irecv([transfer])
     return work
@@ -56,11 +56,12 @@ def _start(operation, tensor: torch.Tensor, pp_rank: int, ctx: ParallelContext) 
 def sum_between_stages(
     tensor: torch.Tensor, pp_ranks: list[int], ctx: ParallelContext, chunk: int = 1 << 22
 ) -> None:
-    """Sum `tensor`, the gradient of a tied parameter, in place over the pipeline ranks `pp_ranks`.
+    """Sum `tensor`, the gradient of a tied parameter, in place over the pipeline ranks `pp_ranks`,
+    including this one.
 
-    This is one of them. It goes point to point, so that any set of stages can share a parameter
-    without a process group of its own; every rank adds in the same order, so all copies stay equal
-    to the bit. chunk: elements of scratch for each peer.
+    It uses point-to-point transfers, so any set of stages can share a parameter without a process
+    group. Every rank adds in the same order, so all copies are bitwise equal. chunk: elements of
+    scratch per peer.
     """
     peers = [rank for rank in pp_ranks if rank != ctx.pp_rank]
     for piece in tensor.view(-1).split(chunk):

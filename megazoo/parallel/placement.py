@@ -9,11 +9,11 @@ PLACEMENTS = ("loop", "v")
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the stages of a pipeline lie; they are numbered in the order of the forward.
+    """The pipeline ranks of the stages, which are numbered in the order of the forward.
 
-    name: "loop": rank r of P has the stages r, r + P, r + 2P ... "v": rank r has the stages r and
-    2P - 1 - r, so the first rank has the last stage, too. pp: pipeline ranks. virtual: stages of a
-    rank. UserError for another name, or if a rank of "v" has not two stages.
+    name: "loop": rank r of P has the stages r, r + P, r + 2P, ... "v": rank r has the stages r and
+    2P - 1 - r, so the first rank also has the last stage. pp: pipeline ranks. virtual: stages per
+    rank. UserError for another name, or if ranks of "v" do not have two stages.
     """
 
     name: str = "loop"

@@ -173,8 +173,8 @@ def leave_tensor_parallel(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor
 
 
 def leave_tensor_parallel_in_place(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
-    """Leave a tensor-parallel region as `leave_tensor_parallel` does, where the sum may take x's
-    memory: nobody else has x, and the backward of what made it does not need it."""
+    """Leave a tensor-parallel region as `leave_tensor_parallel`, in place: no other code may use x,
+    nor the backward of the function that computed it."""
     if ctx.sequence_parallel or ctx.tp_size == 1:
         return leave_tensor_parallel(x, ctx)
     return _apply(_ReduceInPlace, x, ctx.tp_group)
@@ -187,7 +187,8 @@ def copy_to_tensor_parallel(x: torch.Tensor, ctx: ParallelContext) -> torch.Tens
 
 
 def reduce_from_tensor_parallel(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
-    """Return the sum of all ranks' x, which goes on alike on each; its gradient passes as it is."""
+    """Return the sum of x over all ranks, for the same use on each; its gradient is passed
+    unchanged."""
     return _apply(_Reduce, x, ctx.tp_group) if ctx.tp_size > 1 else x
 
 
@@ -227,14 +228,14 @@ def gathered_in_order(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor
 
 
 def gather_from_context(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
-    """Put a sequence together for what all context-parallel ranks compute alike: [..., part, size]
-    -> [..., sequence, size]. Each rank's gradient is its own part."""
+    """Gather a sequence for the same computation on all context-parallel ranks: [..., part, size]
+    -> [..., sequence, size]. The gradient of each rank is its own part."""
     return _apply(_GatherFromContext, x, ctx.cp_group) if ctx.cp_size > 1 else x
 
 
 def reduce_from_context(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
-    """Return the sum of all context-parallel ranks' x, which goes on alike on each; its gradient
-    passes as it is."""
+    """Return the sum of x over all context-parallel ranks, for the same use on each; its gradient
+    is passed unchanged."""
     return _apply(_Reduce, x, ctx.cp_group) if ctx.cp_size > 1 else x
 
 

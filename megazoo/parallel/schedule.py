@@ -1,7 +1,7 @@
 """Pipeline schedules as tables: the actions of each rank, in order. They need no processes.
 
 A schedule is a function (rank, pp, virtual, microbatches) -> table, the list of a rank's actions.
-SCHEDULES contains them by name, and `placed` sets their placement. The rest is derived from the
+SCHEDULES is a dictionary of them, and `placed` sets their placement. The rest is derived from the
 tables: `timeline` computes when each action runs, `program` orders the point-to-point communication
 in the same way on both sides, and other functions return whether backward is split, and how much
 memory is needed.
@@ -161,14 +161,14 @@ def _backwards(rank: int, pp: int, virtual: int, microbatches: int) -> list[Acti
 
 
 def schedule_named(name: str) -> Schedule:
-    """Return the schedule with this name; UserError if there is none."""
+    """Return the schedule with this name; UserError if it does not exist."""
     if name not in SCHEDULES:
         raise UserError(f"unknown schedule {name!r}: there are {', '.join(SCHEDULES)}")
     return SCHEDULES[name]
 
 
 def placement_named_by(schedule: str) -> str:
-    """Return the placement of the schedule with this name; UserError if there is none."""
+    """Return the placement of the schedule with this name; UserError if it does not exist."""
     return getattr(schedule_named(schedule), "placement", "loop")
 
 

@@ -27,10 +27,10 @@ def padded_length(length: int, ctx: ParallelContext) -> int:
 
 @dataclass(frozen=True)
 class SequenceCut:
-    """The part of sequences that one of `size` context-parallel ranks has.
+    """The part of a sequence that one of `size` context-parallel ranks has.
 
-    length: of the whole sequence, in tokens. method: see CP_METHODS.
-    Errors: UserError if the length is no multiple of 2 size.
+    length: of the full sequence, in tokens. method: see CP_METHODS. UserError if the length is not
+    a multiple of 2 size.
     """
 
     length: int

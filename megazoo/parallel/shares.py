@@ -1,5 +1,4 @@
-"""Share out a range: rows to replicas, or to groups that go through the stages in turn; heads to
-context-parallel ranks."""
+"""Divide a range: rows over replicas or groups, heads over context-parallel ranks."""
 
 
 def share_of(items: range, parts: int, index: int) -> range:

@@ -17,11 +17,11 @@ def pinned(nbytes: int) -> torch.Tensor:
 
 
 class Upload:
-    """Fills tensors with values that this process makes or reads.
+    """Fills tensors with values that this process computes or reads.
 
-    On the CPU they are filled where they lie. For those of a GPU there are two pinned buffers that
-    take turns: one is filled while the device copies the other, and a copy is waited for only when
-    its buffer is wanted again. Whatever is queued on the device later finds the values there.
+    Tensors on the CPU are filled in place. For tensors on a GPU there are two pinned buffers: one
+    is filled while the device copies the other, and a copy is waited for only when its buffer is
+    needed again. Work that is queued on the device later sees the values.
     """
 
     def __init__(self):
@@ -67,7 +67,7 @@ class Upload:
 
 
 def start_copy(destination: torch.Tensor, values: torch.Tensor) -> torch.cuda.Event:
-    """Queue a copy from pinned memory to a GPU; returns the event that tells when it is done."""
+    """Queue a copy from pinned memory to a GPU; return the event that marks its completion."""
     destination.copy_(values, non_blocking=True)
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(destination.device))

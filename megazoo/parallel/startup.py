@@ -48,10 +48,10 @@ def take(device: torch.device) -> None:
 
 
 def initialize(device: torch.device, world: int, timeout: timedelta) -> None:
-    """Initialise torch.distributed: gloo for CPU tensors, NCCL for those of a GPU.
+    """Initialise torch.distributed: gloo for CPU tensors, NCCL for GPU tensors.
 
-    NCCL is told this rank's device: it then connects the world here, where all ranks are, and makes
-    each other group out of the world's. In a world of one rank it has nothing to connect.
+    NCCL gets this rank's device. It then connects the world here, where all ranks are, and splits
+    all other groups from it. A world of one rank needs no connections.
     """
     if device.type == "cpu":
         dist.init_process_group("gloo", timeout=timeout)

@@ -300,7 +300,7 @@ def estimate_costs(
 
 
 def _learn_alike(model: Model, layers: range) -> bool:
-    """Tell whether the same parameters are trained in each of these layers."""
+    """Return whether the same parameters are trained in each of these layers."""
     trained = [
         [
             name
@@ -313,7 +313,7 @@ def _learn_alike(model: Model, layers: range) -> bool:
 
 
 def has_one_microbatch(table: list[Action]) -> bool:
-    """Tell whether a table has a single micro-batch."""
+    """Return whether a table has a single micro-batch."""
     return all(action.microbatch == 0 for action in table)
 
 

@@ -1,10 +1,10 @@
-"""Tell what a run needs, rank by rank, before it runs: memory, FLOPs, traffic, and the pipeline's
+"""Plan a run before it starts: memory, FLOPs and communication of every rank, and the pipeline
 bubble.
 
-The numbers come from the program's own code, not from formulas: each kind of rank is built in a
+The numbers come from the code of the program, not from formulas. Each kind of rank is built in a
 virtual context and runs one micro-batch, forward and backward, on the meta device, under a meter
-(see meter.py); the schedule's table says how often and in what order. What no tensor shows is not
-counted: the CUDA context, communication buffers and the allocator's waste, some GB a rank.
+(see meter.py). The table of the schedule defines how often and in what order. Memory outside of
+tensors is not counted: the CUDA context, communication buffers and fragmentation, some GB per rank.
 """
 
 from collections.abc import Sequence
@@ -51,18 +51,17 @@ BATCH = "micro_batch_size global_batch_size seq_length dtype recompute recompute
 
 @dataclass
 class RankPlan:
-    """What a rank takes, and all that are like it: the ranks `tp` of pipeline rank `pp`, in each
-    replica, and all along cp.
+    """The requirements of a rank and of all equal ranks: the ranks `tp` of pipeline rank `pp`, in
+    each replica, and all along cp.
 
     Bytes on the device: weights, gradients, optimizer (its state), activations, and total, the peak
-    of a step. activations are what the others leave of the total: in a step of one micro-batch
-    gradients come while activations go. optimizer_host: bytes of optimizer state on the CPU.
-    trainable_parameters: those of the rank's parameters that are not frozen, which alone have
-    gradients and optimizer state.
-    in_flight: the most micro-batches whose activations are held at once. Of a step: flops, with
-    what is recomputed, and the bytes that the rank sends over tp, pp and cp, and over dp and cp
-    together for gradients and parameters, sent_dp. What layers send over axes that are folded into
-    dp x cp is in sent_cp.
+    of a step. activations is the total minus the others: in a step of one micro-batch, gradients
+    are allocated while activations are freed. optimizer_host: bytes of optimizer state on the CPU.
+    trainable_parameters: the rank's parameters that are not frozen; only these have gradients and
+    optimizer state. in_flight: the largest number of micro-batches whose activations are in memory
+    together. Per step: flops, including recomputation, and the bytes that the rank sends over tp,
+    pp and cp, and, for gradients and parameters, over dp and cp together (sent_dp). Bytes over axes
+    that are folded into dp x cp are in sent_cp.
     """
 
     pp: int
@@ -128,8 +127,8 @@ class Planner(Builder):
         self._static: dict[tuple, Static] = {}  # of a kind of rank
 
     def check(self, layout: ParallelContext, run: PlannedRun) -> None:
-        """Raise UserError if the training program would refuse the run."""
-        self.trained(run.train_only)  # which refuses names that nothing has
+        """Raise UserError if the training program does not support the run."""
+        self.trained(run.train_only)  # raises an error for names that do not exist
         microbatches, stages = run.microbatches(layout.dp_size), layout.stage_count
         if 2 * stages * microbatches > MOST_ACTIONS:  # a forward and a backward
             raise UserError(
@@ -141,7 +140,7 @@ class Planner(Builder):
         check_batch(run.global_batch_size, run.micro_batch_size, layout.dp_size)
         check_sequence(self.family, self.config, run.seq_length)
         if layout.cp_size > 1:
-            self.build(place_in(layout, 0))  # which refuses more ranks than heads
+            self.build(place_in(layout, 0))  # raises an error for more ranks than heads
 
     def plan(self, layout: ParallelContext, run: PlannedRun) -> Plan:
         """Return the plan of a run that `check` allows."""
@@ -317,7 +316,7 @@ def _described(layout: ParallelContext, run: PlannedRun) -> dict:
 
 
 def _peak(table: list[Action], costs: dict[int, dict[str, Cost]]) -> float:
-    """Return the most bytes that live on a rank at once, of all its micro-batches.
+    """Return the largest number of bytes of all micro-batches that are live on a rank together.
 
     costs: of each stage, by the kind of action.
     """
@@ -343,9 +342,9 @@ def bubble_and_time(tables: Sequence[list[Action]], cost: dict | None) -> tuple[
 
 
 def note_on_mfu(config: Any, seq_length: int) -> str | None:
-    """Say, of a model of a user's own, that MFU counts other FLOPs than run; None if it doesn't.
+    """Return a note if MFU counts other FLOPs than a custom model runs, or None.
 
-    A backward takes twice the FLOPs of its forward, which is run on the meta device.
+    A backward is counted as twice the FLOPs of its forward, which is run on the meta device.
     """
     ctx = ParallelContext(device=META)
     model = FAMILIES[family_of(config)].empty(config, ctx)

@@ -1,4 +1,5 @@
-"""Builds the ranks of a run on the meta device, with what is frozen, and tells which are alike."""
+"""Build the ranks of a run on the meta device, with frozen parameters, and find those that are
+equal."""
 
 import re
 from dataclasses import replace
@@ -20,7 +21,7 @@ Trained = dict[int | None, frozenset[str]]  # by layer; None: what is in no laye
 class Builder:
     """Builds any rank's part of a model, in any layout, without memory.
 
-    attached: what the model has beside its own weights, such as adapters; None: nothing.
+    attached: additions to the model's weights, such as adapters, or None.
     """
 
     def __init__(self, config, attached: Attachment | None = None):
@@ -80,8 +81,8 @@ class Builder:
         return self._trained[train_only]
 
     def alike(self, stages: list[Stage], ctx: ParallelContext, train_only: str | None) -> tuple:
-        """Return a key for the stages of a pipeline rank, before they are built: of those that do
-        alike, and have as many layers, the keys are equal."""
+        """Return a key for the stages of a pipeline rank, before they are built. Stages with the
+        same work and number of layers have equal keys."""
         keys = []
         trained = self.trained(train_only) if self.attached or train_only else {}
         first = self.first_trained_stage(ctx, train_only) if trained else 0
@@ -91,7 +92,8 @@ class Builder:
         return tuple(keys)
 
     def _prepare(self, model: Model, train_only: str | None) -> None:
-        """Attach what the run has beside the model's weights, and freeze what it does not train."""
+        """Attach the run's additions to the model's weights, and freeze the parameters that it does
+        not train."""
         if self.attached:
             self.attached.attach(model)
         if self.attached or train_only:
@@ -107,8 +109,8 @@ def place_in(layout: ParallelContext, pp_rank: int, tp_rank: int = 0) -> Paralle
 
 
 def resized(layout: ParallelContext, **sizes: int) -> ParallelContext:
-    """Return a layout with other sizes along some axes, as rank 0 sees it. Folded axes that do not
-    fit into these are left out."""
+    """Return a layout with other sizes along some axes, for rank 0. Folded axes that do not fit are
+    removed."""
     size = dict(zip(AXES, layout.sizes, strict=True)) | sizes
     token = size["dp"] * size["cp"]
     folded = tuple((name, ranks) for name, ranks in layout.folded_sizes if token % ranks == 0)

@@ -1,17 +1,17 @@
-"""What a plan needs to know of a run, beside its model and its layout."""
+"""The settings of a run that a plan needs, in addition to its model and its layout."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRun:
-    """A run that is planned.
+    """A run to plan.
 
-    global_batch_size: sequences a step, over all replicas and micro-batches. micro_batch_size:
-    sequences that a stage handles at once. seq_length: tokens of a sequence. dtype: of weights and
-    activations. zero: 1: the replicas share the optimizer's state. offload_optimizer: its state is
-    on the CPU. recompute, recompute_interval: as in `Model.recompute`. optimizer: "adamw" or
-    "muon". train_only: as in `Model.train_only`; None: everything is trained, or the adapters.
+    global_batch_size: sequences per step, over all replicas and micro-batches. micro_batch_size:
+    sequences per micro-batch. seq_length: tokens per sequence. dtype: of weights and activations.
+    zero: 1: the optimizer state is sharded over the replicas. offload_optimizer: whether its state
+    is on the CPU. recompute, recompute_interval: as in `Model.recompute`. optimizer: "adamw" or
+    "muon". train_only: as in `Model.train_only`; None: all parameters are trained, or the adapters.
     """
 
     global_batch_size: int

@@ -155,10 +155,10 @@ def fitting_layout(
     memory: float,
     gpu: GPU = GPUS["h100"],
 ) -> FoundLayout | None:
-    """Return the layout, which `Planner.check` allows, if each rank fits into `memory` bytes, else
-    None."""
+    """Return the layout, which `Planner.check` must support, if each rank fits into `memory` bytes,
+    otherwise None."""
     tables = schedule_tables(layout, run)
-    models: dict[tuple, Model] = {}  # by what makes the stages of pipeline ranks alike
+    models: dict[tuple, Model] = {}  # by the key of equal stages
     ranks: list[RankPlan] = []
     statics: list[Static] = []
     actions: dict[tuple[str, int], Cost] = {}
@@ -182,7 +182,7 @@ def fitting_layout(
     bubble, step_flops = bubble_and_time(tables, {key: c.flops for key, c in actions.items()})
     tp, pp, cp, dp = layout.tp_size, layout.pp_size, layout.cp_size, layout.dp_size
     speed = Speed.of(gpu, run.dtype, tp, pp, cp, dp)
-    sent = boundary_bytes(run, next(iter(models.values())))  # by all alike
+    sent = boundary_bytes(run, next(iter(models.values())))  # the same for all
     time = step_time(tables, actions, statics, sent, speed)
     return FoundLayout(
         tp=tp,

@@ -17,11 +17,11 @@ from megazoo.planning.run import PlannedRun
 
 @dataclass(frozen=True)
 class Static:
-    """What a rank has all the time, in bytes as in RankPlan; the bytes that it sends in a step for
-    gradients and parameters, and the FLOPs of its optimizer's matrix products.
+    """The permanent memory of a rank, in bytes as in RankPlan, the bytes per step that it sends for
+    gradients and parameters, and the FLOPs of the matrix products of its optimizer.
 
-    sent_early: those of sent_dp, of sums of gradients, that leave while backward still runs. All
-    else leaves after it.
+    sent_early: the part of sent_dp that is sent during backward, for sums of gradients. The rest is
+    sent after it.
     """
 
     parameters: int
@@ -54,7 +54,7 @@ def measure_static(model: Model, run: PlannedRun) -> Static:
         optimizer = kind(model, zero=run.zero, loss_scale=LossScale())
         states = list(optimizer.state.values())
     here = sum(tensor.nbytes for state in states for tensor in state.values())
-    # Offloaded, it has fp32 masters whatever the dtype: as much again as one of the two moments.
+    # Offloaded, it has fp32 masters for every dtype, of the size of one of the two moments.
     there = sum(
         state[name].nbytes
         for state in states

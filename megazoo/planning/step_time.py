@@ -1,17 +1,16 @@
-"""Estimate how long a step takes on GPUs: what is computed, and what of the communication nothing
-hides.
+"""Estimate the time of a step on GPUs: computation, and the communication that is not overlapped.
 
-What goes on beside something else takes time only where it lasts longer, as in the engine on CUDA:
+Overlapped communication costs time only if it takes longer than the work that it overlaps with, as
+in the engine on CUDA:
 
-- Sums of gradients over the replicas leave during the backward of the last micro-batch; those of
-  tied parameters and of copies over tp leave after it.
-- What tensor parallelism sends in the backward of a column-parallel layer goes on beside that
-  layer's products.
-- Activations travel between stages while both go on; a stage waits for what has not come in time.
+- The reductions of gradients over the replicas overlap with the backward of the last micro-batch;
+those of tied parameters and of copies over tp start after it. - Tensor-parallel communication in
+the backward of a column-parallel layer overlaps with the products of that layer. - Activations are
+sent between stages while both compute; a stage waits for late ones.
 
-Everything else is waited for: the rest of tp's traffic, cp's, and the gathers of parameters after
-the update (ZeRO-1). Not counted are the optimizer's update (but for Muon's products) and the time
-that a ring over many nodes takes to begin.
+All other communication is waited for: the rest over tp, that over cp, and the gathers of parameters
+after the update (ZeRO-1). Not counted are the update of the optimizer (except the products of Muon)
+and the start of a ring over many nodes.
 """
 
 from collections.abc import Sequence
@@ -31,11 +30,11 @@ COLLECTIVE = 20e-6  # seconds: the same of a collective of NCCL's within a node
 
 @dataclass(frozen=True)
 class GPU:
-    """What NVIDIA's data sheets say of a GPU in an SXM module, eight to a node (DGX).
+    """Data-sheet values of an NVIDIA GPU in an SXM module, eight per node (DGX).
 
-    flops: of dense matrices in bfloat16, a second; in TF32 half of it. Bytes a second: memory, read
-    and written; nvlink, sent to others of its node; network, sent to other nodes by the adapter
-    that each GPU has for itself (200 Gbit/s on DGX A100, 400 on the others).
+    flops: per second, for dense matrices in bfloat16; half of it in TF32. Bytes per second: memory,
+    read and written; nvlink, sent to other GPUs of the node; network, sent to other nodes by the
+    adapter of each GPU (200 Gbit/s on DGX A100, 400 on the others).
     """
 
     flops: float
@@ -69,8 +68,8 @@ class Speed:
 
     @classmethod
     def of(cls, gpu: GPU, dtype: str, tp: int, pp: int, cp: int, dp: int) -> "Speed":
-        """Return the speed of a layout on a GPU. Ranks lie in the world as in
-        `megazoo.parallel.context.AXES`: tp's next to each other, then cp's, dp's and pp's."""
+        """Return the speed of a layout on a GPU. Ranks are ordered as in
+        `megazoo.parallel.context.AXES`: tp is fastest, then cp, dp and pp."""
 
         def ring(stride: int, size: int) -> float:
             if stride * size <= NODE:
@@ -94,7 +93,7 @@ class Speed:
 
     def action(self, kind: str, cost: Cost) -> float:
         """Return the seconds of an action, communication within it included."""
-        # The products of a backward of inputs alone are too few to hide anything.
+        # The products of a backward of only the inputs are too few to overlap with.
         beside = cost.sent_beside / self.tp if kind == "B" else 0.0
         waited = cost.sent_tp / self.tp + cost.sent_cp / self.cp - beside
         return max(self.computing(cost), beside) + waited + cost.collectives * COLLECTIVE

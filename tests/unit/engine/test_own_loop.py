@@ -141,7 +141,7 @@ def left_in_the_middle():
         out.loss.backward()
         break
     for act in (optimizer.step, model.sync_gradients, lambda: clip_grad_norm(model, 1.0)):
-        with pytest.raises(UserError, match=r"go through model.microbatches\(\) to its end"):
+        with pytest.raises(UserError, match=r"run the loop over model.microbatches\(\) to its end"):
             act()
     for out in model.microbatches(ids, labels=ids, num_microbatches=2):
         out.loss.backward()
@@ -282,14 +282,13 @@ def zeros_mixed():
     model, ids = small(ctx), batch_of(ctx)
     shares = AdamW(model, zero=1)
     model.train_batch(ids, labels=ids)
-    with pytest.raises(
-        UserError, match=r"shared out among the replicas, as AdamW\(zero=1\) asked for"
-    ):
+    with pytest.raises(UserError, match=r"sharded over the replicas because of AdamW\(zero=1\)"):
         sgd(model).step()
     model(ids, labels=ids).loss.backward()
     for act in (shares.step, model.sync_gradients):
         with pytest.raises(
-            UserError, match=r"has added to what train_batch shared out .* call model.zero_grad\(\)"
+            UserError,
+            match=r"has added to gradients that train_batch sharded .* call model.zero_grad\(\)",
         ):
             act()
     model.zero_grad()
