@@ -410,7 +410,7 @@ class Model(BatchCalls, Freezing, Saving, nn.Module):
         Args:
             input_ids: prompts, int64 [batch, prompt].
             attention_mask: [batch, prompt], 0 for padding, which must be on the left; by default
-                there is no padding.
+                all tokens count.
             use_cache: store keys and values in a KV cache. Otherwise all tokens are run again for
                 each new token.
             streamer: object with the methods put(token_ids), called after each new token, and

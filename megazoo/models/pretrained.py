@@ -52,7 +52,7 @@ def open_source(path: str | Path, *, verify: bool = True) -> ModelSource:
             no checksums.
 
     Raises:
-        UserError: if the path is none of these.
+        UserError: if the path is in another format, or does not exist.
         HoldsAdapters: for a megazoo checkpoint that holds only adapters.
     """
     path = named_directory(path)

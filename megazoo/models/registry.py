@@ -1,4 +1,4 @@
-"""The registry of model families, and the lookup of configs by name, file or object."""
+"""The registry of model families, and how configs are found from a name, a file or an object."""
 
 import dataclasses
 import math

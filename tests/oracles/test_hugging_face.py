@@ -315,12 +315,12 @@ def test_inspect_finds_a_flipped_byte(tmp_path, monkeypatch, capsys):
     file.write_bytes(data)
     code, line = one_line(monkeypatch, capsys, inspect_checkpoint, tmp_path / "a", "--verify")
     assert code == 1
-    told = f"{file} has changed: its checksum is not the manifest's"
+    told = f"{file} is corrupt: its checksum does not match megazoo.json"
     assert line == f"inspect_checkpoint.py: error: {told}\n"
     file.write_bytes(data[:-1])
     code, line = one_line(monkeypatch, capsys, inspect_checkpoint, tmp_path / "a", "--verify")
     assert code == 1
-    assert f"{file} has {len(data) - 1} bytes, the manifest says {len(data)}" in line
+    assert f"{file} has {len(data) - 1} bytes, but megazoo.json has {len(data)}" in line
 
 
 def test_sizes():

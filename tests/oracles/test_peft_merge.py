@@ -144,7 +144,7 @@ def test_a_changed_file_is_noticed(originals, tmp_path, monkeypatch, capsys):
     arguments = tmp_path / "shards", tmp_path / "out", "--adapter", adapter
     code, _, told = run_main(merge_shards, monkeypatch, capsys, *arguments)
     assert code == 1
-    assert "has changed: its checksum is not the manifest's" in told
+    assert "is corrupt: its checksum does not match megazoo.json" in told
     assert not (tmp_path / "out").exists()
 
 
