@@ -210,7 +210,7 @@ def test_a_box_that_no_writer_has_is_not_left_as_memory_was(whole):
     checkpoint = Checkpoint(whole)
     checkpoint.layout["tp"] = 0
     destination, spec = torch.empty(61, 32), ParameterSpec((61, 32), Shard(0, (61,)))
-    with pytest.raises(UserError, match="some elements of embedding.weight are missing"):
+    with pytest.raises(UserError, match=r"some elements of embedding\.weight are missing"):
         checkpoint.read_into(EMBEDDING, destination, spec, ParallelContext())
 
 

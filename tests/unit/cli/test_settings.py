@@ -166,8 +166,8 @@ BAD_INPUT = {
     "stray": "unexpected stray: it belongs to no flag (--help lists all)",
     "--compile x": "unexpected x: it belongs to no flag (--help lists all)",
     "--profile-steps a b": "--profile-steps is ['a', 'b']: it must be whole numbers",
-    "--preset Qwen/Qwen3-1B": "unknown model or preset 'Qwen/Qwen3-1B'; a model of the Hugging "
-    "Face hub is loaded with its weights: --load Qwen/Qwen3-1B, or megazoo.from_pretrained(",
+    "--preset Qwen/Qwen3-1B": "unknown model or preset 'Qwen/Qwen3-1B'; to load a model of "
+    "the Hugging Face hub with its weights, use --load Qwen/Qwen3-1B or megazoo.from_pretrained(",
     "--load Qwen/Qwen3-1B": "Qwen/Qwen3-1B is not a directory, and no model of that name is in the",
     "--data wikitext": "unknown data 'wikitext': there is stdlib",
     "--split 1": "split '1' is not two or three shares such as 95,5 or 98,1,1",

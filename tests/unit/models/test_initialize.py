@@ -125,7 +125,7 @@ def test_a_size_that_is_no_whole_number_is_refused_by_name():
 
 def test_comments_in_json_are_told(tmp_path):
     file = tmp_path / "oslo.json"
-    told = "; JSON has no comments: take them out"
+    told = "; JSON has no comments: remove them"
     for text, hint in (
         ('{\n  // two ranks\n  "model_parallelism": {}\n}', told),
         ('{"model_parallelism": {} /* none */}', told),
