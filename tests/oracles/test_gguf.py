@@ -374,7 +374,7 @@ def test_an_output_loses_nothing(small, tmp_path):
         (tmp_path / "model", False, "give OUTPUT a name such as model.gguf"),
         (other, False, "exists: choose another name, or --overwrite"),
         (other, True, "is no GGUF file"),
-        (small, True, "is the input, too"),
+        (small, True, "is also the input"),
         (tmp_path / "m-00001-of-00003.gguf", False, "is the name of one of several files"),
     ):
         with pytest.raises(UserError, match=message):

@@ -283,7 +283,7 @@ def test_tools_tell_mistakes_in_one_line(tmp_path, monkeypatch, capsys):
     for tool, arguments, message in (
         (convert, (), "name the source (--help says how)"),
         (convert, (hf,), "name the output (--help says how)"),
-        (convert, (hf, full), f"{full} is not empty: choose another, or --overwrite"),
+        (convert, (hf, full), f"{full} is not empty: choose another, or pass --overwrite"),
         (convert, (hf, out, "--tp", 3),
          "heads 4 with kv-heads 2 can't be sharded over tp 3: use tp 1, 2 or 4"),
         (convert, (none, out), f"{none} is not a directory"),
