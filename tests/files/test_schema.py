@@ -160,7 +160,10 @@ FORGED = {
         shard(EMBEDDING, units=[62]),
         "61 in units of 62 can't be sharded over tp 1",
     ),
-    "fewer layers": (in_place_of(1, "config", "layers"), r"its config knows no layers\.1\."),
+    "fewer layers": (
+        in_place_of(1, "config", "layers"),
+        r"the model of its config has no layers\.1\.",
+    ),
     "dtype of no file": (tensor(NORM, dtype="BF16"), "norm.weight is of torch.float32, the manif"),
     "many layers": (in_place_of(10**9, "config", "layers"), "has 84 tensors for 1000000000 layers"),
     "wide": (in_place_of(2**20, "config", "hidden_size"), "has shape"),

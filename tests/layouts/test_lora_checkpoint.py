@@ -350,7 +350,10 @@ FORGERIES = {
     "no targets": (adapters(targets=[]), r"adapters\.targets is a list"),
     "unknown target": (adapters(targets=["qq"]), "the target 'qq' is not a linear layer"),
     "unknown setting": (adapters(zzz=1), "adapters has the unknown key zzz: upgrade megazoo"),
-    "other targets": (adapters(targets=["q"]), r"its config knows no layers\.0.*lora\.v"),
+    "other targets": (
+        adapters(targets=["q"]),
+        r"the model of its config has no layers\.0.*lora\.v",
+    ),
     "more targets": (adapters(targets=["q", "v", "up"]), "has no tensor layers.0.mlp"),
     "target with a line": (adapters(targets=["q\n"]), "can't be the name of a target"),
     "a missing key": (lambda m: m["adapters"].pop("rslora"), "adapters has no rslora"),
@@ -367,7 +370,7 @@ FORGERIES = {
             m["tensors"][A.replace("q.A", "q.B") + state]["shard"].update(units=[4])
             for state in ("", ".exp_avg", ".exp_avg_sq")
         ],
-        "is not cut as the model's is",
+        "is not sharded as in the model",
     ),
     "another base": (of_base(checksum="0" * 16), "belong to another base: its checksum is 0000"),
 }
@@ -395,7 +398,7 @@ def test_a_flipped_bit_of_the_adapters_is_found(saved, tmp_path):
 def test_kinds_of_checkpoints_are_told_apart(saved, tmp_path):
     whole = save(tmp_path, 1, megazoo.from_config(LLAMA, seed=3))
     assert "adapters" not in Checkpoint(whole).manifest
-    with pytest.raises(HoldsAdapters, match="give its base as the model, and it as --adapter"):
+    with pytest.raises(HoldsAdapters, match="pass its base as the model, and this"):
         SavedModel(saved)
     with pytest.raises(HoldsAdapters):
         megazoo.from_pretrained(saved)

@@ -245,7 +245,9 @@ def test_tools_know_a_checkpoint_of_adapters(files, tmp_path, capsys, monkeypatc
         merge_shards, monkeypatch, capsys, files / "lora", tmp_path / "x", *both
     )
     assert (code, error.count("\n")) == (2, 1)
-    assert "holds adapters alone: give its base as the model, and it as --adapter" in error
+    assert (
+        "holds only adapters: pass its base as the model, and this checkpoint as --adapter" in error
+    )
     assert not (tmp_path / "x").exists()
     words = ["--tokenizer", "byte", "--prompt", "a", "--max-new-tokens", "8"]
     expected = run_main(generate, monkeypatch, capsys, base, "--adapter", files / "lora", *words)
