@@ -1,5 +1,5 @@
-"""Small files that are read or written whole, the types of what they say, and work on many files at
-once."""
+"""Reads and writes small files, checks the types of their values, and works on files in
+parallel."""
 
 import codecs
 import errno
@@ -18,7 +18,7 @@ import msgspec
 
 from megazoo.errors import UserError
 
-# How messages call the types of msgspec.
+# The words in messages for the types of msgspec.
 KINDS = {
     "int": "an int",
     "float": "a number",
@@ -30,40 +30,40 @@ KINDS = {
 
 
 def json_object(path: Path, data: bytes) -> dict:
-    """Read the object that a JSON file, of these bytes, holds; UserError, naming the file, if there
-    is none."""
+    """Parse the bytes of a JSON file that holds an object; UserError with the file's name if it
+    holds something different."""
     try:
         value = json.loads(data)
     except json.JSONDecodeError as error:
         comment = error.doc[error.pos :].lstrip().startswith(("//", "/*", "#"))
-        hint = "; JSON has no comments: take them out" if comment else ""
+        hint = "; JSON has no comments: remove them" if comment else ""
         raise UserError(f"{path} can't be read: {error}{hint}") from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} can't be read: {error}") from error
     if not isinstance(value, dict):
-        raise UserError(f"{path} holds no JSON object")
+        raise UserError(f"{path} does not hold a JSON object, but {brief(value)}")
     return value
 
 
 def regular_file(path: str | Path, *, or_pipe: bool = False) -> Path:
-    """Return a path that is about to be read; UserError if it names a device, a pipe or a socket,
-    of which a read may never end. Whether it names anything is told by who opens it.
+    """Return a path that is about to be read; UserError if it is a device, a pipe or a socket, of
+    which a read may never end. A missing file is not an error here.
 
-    or_pipe: a pipe will do, such as <(command) of a shell: it is read once, from its start to its
-    end, by this process alone.
+    or_pipe: accept a pipe, such as <(command) in a shell, which only this process reads, and only
+    once from start to end.
     """
     path = Path(path)
     try:
         mode = os.stat(path).st_mode
-    except (OSError, ValueError):  # of no such file, or of a name that can be none
+    except (OSError, ValueError):  # a missing file, or an invalid name
         return path
     if stat.S_ISREG(mode) or stat.S_ISDIR(mode) or (or_pipe and stat.S_ISFIFO(mode)):
         return path
-    raise UserError(f"{path} is a device or a pipe: give a file")
+    raise UserError(f"{path} is a device or a pipe: use a regular file")
 
 
 def read_bytes(path: Path) -> bytes:
-    """Read the bytes of a file; UserError, naming it, if it can't be read."""
+    """Read the bytes of a file; UserError with its name if it can't be read."""
     try:
         return regular_file(path).read_bytes()
     except OSError as error:
@@ -71,13 +71,12 @@ def read_bytes(path: Path) -> bytes:
 
 
 def without_mark(text: bytes) -> bytes:
-    """Return a text in UTF-8 without the byte-order mark that some editors write before it."""
+    """Return UTF-8 text without the byte-order mark that some editors write."""
     return text.removeprefix(codecs.BOM_UTF8)
 
 
 def write_text(flag: str, path: Path, text: str) -> None:
-    """Write the file of text that a flag asks for; UserError, naming both, if it can't be
-    written."""
+    """Write the text file of a flag; UserError with the flag and the path if that fails."""
     try:
         with open(path, "w", opener=open_at_once) as file:
             file.write(text)
@@ -86,23 +85,32 @@ def write_text(flag: str, path: Path, text: str) -> None:
 
 
 def open_at_once(path: str | Path, flags: int) -> int:
-    """Open a file to write, as an opener of `open`; of a pipe that nobody reads, raise OSError
-    instead of waiting."""
+    """Open a file for writing: an opener for `open`. A pipe without a reader raises OSError; it
+    does not block."""
     descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
     os.set_blocking(descriptor, True)
     return descriptor
 
 
 def reason_of(error: OSError) -> str:
-    """Return why a file could not be read or written, and what to do where a disk is full."""
+    """Return why a file could not be read or written, with advice if the disk is full."""
     reason = error.strerror or str(error)
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     return f"{reason}: make room on its disk" if full else reason
 
 
 def convert(value: Any, kind: Any, name: str, **options: Any) -> Any:
-    """Return a value from a file as `kind`, a type or dataclass. UserError says which part of the
-    value, known as `name`, is not of its type or out of its range. options: of msgspec.convert."""
+    """Convert a value from a file to a type or dataclass.
+
+    Args:
+        value: the value.
+        kind: the type.
+        name: name of the value in errors.
+        options: arguments of msgspec.convert.
+
+    Raises:
+        UserError: if a part of the value has another type, or is out of range.
+    """
     try:
         return msgspec.convert(value, kind, **options)
     except msgspec.ValidationError as error:
@@ -115,11 +123,11 @@ def convert(value: Any, kind: Any, name: str, **options: Any) -> Any:
             raise UserError(f"{where} has no {missing[1]}".strip()) from None
         raise UserError(f"{where} is {brief(value)}: {_rule(reason, kind)}") from None
     except UnicodeEncodeError as error:
-        raise UserError(f"{name or 'a text'} holds half a character: {error}") from None
+        raise UserError(f"{name or 'a text'} is not valid Unicode: {error}") from None
 
 
 def brief(value: Any) -> str:
-    """Write a value from a file in a few words, however long it is."""
+    """Return a short text for a value from a file, at most 60 characters long."""
     if isinstance(value, dict | list | tuple):
         return "an object" if isinstance(value, dict) else "a list"
     if isinstance(value, int) and abs(value) >= 10**60:
@@ -129,7 +137,7 @@ def brief(value: Any) -> str:
 
 
 def _rule(reason: str, kind: Any) -> str:
-    """Say in words what msgspec expected: "it must be an int of 1 or more"."""
+    """Return the expectation of msgspec in words: "it must be an int of at least 1"."""
     if reason.startswith("Invalid enum value"):
         choices = [choice for choice in _choices(kind) if choice is not None]
         return f"there are {', '.join(map(str, choices))}" if choices else "there is no such value"
@@ -143,7 +151,7 @@ def _rule(reason: str, kind: Any) -> str:
 
 
 def _choices(kind: Any) -> list:
-    """The values of a Literal, alone or in a union, with or without annotations."""
+    """Return the values of a Literal, also inside a union or with annotations."""
     parts = getattr(kind, "__args__", ())
     if not any(hasattr(part, "__args__") for part in parts):
         return [part for part in parts if not isinstance(part, type)]
@@ -151,20 +159,20 @@ def _choices(kind: Any) -> list:
 
 
 def open_own(path: Path, *, create: bool = True, truncate: bool = False) -> BinaryIO:
-    """Open a file of megazoo's own to read and write; UserError if a link lies there, which could
-    lead to any other file, or a directory or a pipe.
+    """Open a file that belongs to megazoo for reading and writing; UserError if the path is a link
+    (it could point to any file), a directory or a pipe.
 
-    create: make it if it isn't there. truncate: whether what is in it goes.
+    create: create the file if it does not exist. truncate: empty it.
     """
     flags = os.O_RDWR | (os.O_CREAT if create else 0) | (os.O_TRUNC if truncate else 0)
-    # Not to wait for the other end of a pipe.
+    # Don't wait for the other end of a pipe.
     flags |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     try:
         descriptor = os.open(path, flags, 0o666)
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.EMLINK):  # as Linux and as BSD say it
+        if error.errno in (errno.ELOOP, errno.EMLINK):  # on Linux and on BSD
             raise UserError(
-                f"{path} is a link, and would be written through: remove it", exit_code=1
+                f"{path} is a link, and another file would be overwritten: remove it", exit_code=1
             ) from error
         if error.errno in (errno.EISDIR, errno.ENXIO):  # a directory, or a socket
             raise UserError(f"{path} is not a file: remove it", exit_code=1) from error
@@ -177,15 +185,15 @@ def open_own(path: Path, *, create: bool = True, truncate: bool = False) -> Bina
 
 @contextmanager
 def locked(path: Path) -> Iterator[BinaryIO]:
-    """Open a file of megazoo's own and hold its lock within this block, which no other process has
-    then. A process that dies gives it back."""
+    """Open a file that belongs to megazoo, and hold its exclusive lock within this block. The
+    system releases the lock if the process dies."""
     with open_own(path) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield file
 
 
 def in_threads(work: Callable[[int], Any], items: Iterable[int]) -> list:
-    """Return what `work` gives for each item, four at a time: some files are filled while others go
-    to the disk."""
+    """Return the result of `work` for each item, four at a time: some files are computed while
+    others are written."""
     with ThreadPoolExecutor(4) as pool:
         return list(pool.map(work, items))

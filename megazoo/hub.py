@@ -1,5 +1,7 @@
-"""Models by their names on the Hugging Face hub: org/name or org/name@revision. Their files are
-downloaded into the hub's cache once per machine; only those that are read."""
+"""Downloads models of the Hugging Face hub by name: org/name or org/name@revision.
+
+Only the files that megazoo reads are downloaded, once per machine, into the hub's cache.
+"""
 
 import contextlib
 import os
@@ -16,7 +18,7 @@ from megazoo.errors import UserError
 from megazoo.files import locked
 from megazoo.terminal import print_error
 
-PART = r"[A-Za-z0-9_](?:(?!--|\.\.)[A-Za-z0-9._-]){0,45}(?<![.-])"  # what the hub allows
+PART = r"[A-Za-z0-9_](?:(?!--|\.\.)[A-Za-z0-9._-]){0,45}(?<![.-])"  # the hub's rule for names
 NAME = re.compile(rf"(?P<name>{PART}/{PART})(?<!\.git)(?:@(?P<revision>[\w.][\w./-]*))?")
 SNAPSHOT = re.compile(r"models--(.+?)--(.+)/snapshots/([0-9a-f]{40})")  # within the cache
 TOKENIZER = (
@@ -24,7 +26,7 @@ TOKENIZER = (
     "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
 )  # fmt: skip
 CONFIGS = ("config.json", "generation_config.json", "adapter_config.json")
-# The first kind that a repository has is taken: it may hold the same weights several times.
+# Only the first kind that a repository has is downloaded: the others hold the same weights.
 WEIGHTS = (
     ("model*.safetensors", "model.safetensors.index.json"),
     ("pytorch_model*.bin", "pytorch_model.bin.index.json"),
@@ -33,12 +35,19 @@ ADAPTERS = (("adapter_model.safetensors",), ("adapter_model.bin",))
 
 
 def local_directory(where: str | Path, *, tokenizer_alone: bool = False) -> Path:
-    """Return the directory of what a user names: a path, as it is, or org/name[@revision], which is
-    downloaded from the Hugging Face hub unless there is a file or directory of that name.
+    """Return the directory of a model, and download it if necessary.
 
-    huggingface_hub's cache, token and settings are used: HF_HOME, HF_TOKEN, HF_HUB_OFFLINE,
-    HF_ENDPOINT. tokenizer_alone: without the weights. UserError if there is no such model, or no
-    permission to read it, and exit code 1 if the hub can't be reached.
+    It uses the cache, token and settings of huggingface_hub: HF_HOME, HF_TOKEN, HF_HUB_OFFLINE,
+    HF_ENDPOINT.
+
+    Args:
+        where: a path, or org/name[@revision] on the Hugging Face hub. A file or directory of that
+            name has priority. Other paths are returned unchanged.
+        tokenizer_alone: don't download the weights.
+
+    Raises:
+        UserError: if the model does not exist, or access is denied; with exit code 1 if the hub
+            can't be reached.
     """
     found = NAME.fullmatch(str(where))
     if found is None or os.path.lexists(where):
@@ -47,7 +56,7 @@ def local_directory(where: str | Path, *, tokenizer_alone: bool = False) -> Path
 
 
 def name_of(directory: str | Path) -> str | None:
-    """Return org/name@revision of a directory in the cache that is used; None for another."""
+    """Return org/name@revision of a directory in the hub's cache; None for other directories."""
     found = SNAPSHOT.search(str(directory))
     if not found or "huggingface_hub" not in sys.modules:
         return None
@@ -65,20 +74,20 @@ def name_alone(text: str) -> str | None:
 
 
 def hint_to_load(name: str) -> str:
-    """Return "; ..." with how a model of the hub is loaded, for such a name; nothing for others."""
+    """Return a hint, "; ...", on how to load a model of the hub; "" if the name is not org/name."""
     if not NAME.fullmatch(name):
         return ""
     return (
-        f"; a model of the Hugging Face hub is loaded with its weights: --load {name}, or "
+        f"; to load a model of the Hugging Face hub with its weights, use --load {name} or "
         f"megazoo.from_pretrained({name!r})"
     )
 
 
 def wanted(names: Iterable[str], *, tokenizer_alone: bool = False) -> list[str]:
-    """Return the files of a repository that are read: configs, tokenizers, and weights once, in
-    safetensors if there are any."""
+    """Return the files of a repository to download: configs, tokenizers, and the weights in one
+    format, safetensors if possible."""
     names = [name for name in names if "/" not in name]
-    patterns = [*TOKENIZER, *CONFIGS]  # ids of tokens stand in these, too
+    patterns = [*TOKENIZER, *CONFIGS]  # configs also hold token ids
     if not tokenizer_alone:
         for kinds in (WEIGHTS, ADAPTERS):
             patterns += next((kind for kind in kinds if _matching(names, kind)), ())
@@ -91,9 +100,9 @@ def _matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
 
 
 def check_upload(name: str) -> None:
-    """Raise UserError unless a name can be one on the hub, and huggingface_hub is there."""
+    """Raise UserError unless a name is valid on the hub, and huggingface_hub is installed."""
     if "@" in name or not name_alone(name):
-        raise UserError(f"{name!r} is no name on the Hugging Face hub: give org/name")
+        raise UserError(f"{name!r} is not a name on the Hugging Face hub: it must be org/name")
     try:
         import huggingface_hub  # noqa: F401
     except ImportError:
@@ -103,22 +112,27 @@ def check_upload(name: str) -> None:
 
 
 def upload(directory: Path, name: str, *, private: bool | None, message: str) -> str:
-    """Upload the files of a directory to org/name, which is made if need be; return its address.
-    UserError, exit code 1, with the hub's answer if it refuses."""
+    """Upload the files of a directory to org/name, and return its URL.
+
+    The repository is created if it does not exist. UserError, exit code 1, with the hub's answer if
+    the upload fails.
+    """
     from huggingface_hub import HfApi
 
     try:
         address = HfApi().create_repo(name, private=private, exist_ok=True)
         HfApi().upload_folder(repo_id=name, folder_path=directory, commit_message=message)
-    except Exception as error:  # of the network, whatever library it comes from
+    except Exception as error:  # network errors of several libraries
         raise UserError(f"{name} can't be uploaded: {_reason(error)}", exit_code=1) from error
     return str(address)
 
 
 @cache
 def _fetched(name: str, revision: str, tokenizer_alone: bool) -> Path:
-    """Download a repository's files, or find them in the cache; return their directory. All ranks
-    of a machine take what the first of them found."""
+    """Download a repository's files, or find them in the cache; return their directory.
+
+    All ranks of a machine use the revision that the first rank found.
+    """
     try:
         import huggingface_hub
     except ImportError:
@@ -130,7 +144,7 @@ def _fetched(name: str, revision: str, tokenizer_alone: bool) -> Path:
         job = f"{_launcher()} {tokenizer_alone}"
         lines = notes.read().decode().splitlines() if notes and world_size() > 1 else []
         if lines[:1] == [job]:
-            with contextlib.suppress(UserError):  # of files that were deleted since
+            with contextlib.suppress(UserError):  # if the files have been deleted
                 return _cached(name, lines[1])
         if huggingface_hub.constants.HF_HUB_OFFLINE:
             return _cached(name, revision)
@@ -143,8 +157,8 @@ def _fetched(name: str, revision: str, tokenizer_alone: bool) -> Path:
 
 
 def _launcher() -> str:
-    """Return what tells the ranks that one launcher started here from all others: its process, when
-    that began, and the launcher's own number of this start."""
+    """Return an id of the launcher that started the ranks on this machine: its process, the start
+    time of the process, and the number of the restart."""
     parent, began = os.getppid(), ""
     with contextlib.suppress(OSError, IndexError):
         began = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
@@ -153,7 +167,7 @@ def _launcher() -> str:
 
 
 def _download(name: str, revision: str, tokenizer_alone: bool) -> Path:
-    """Download what is not in the cache yet. If the hub can't be reached, use the cache."""
+    """Download the files that are not in the cache. If the hub can't be reached, use the cache."""
     from huggingface_hub import HfApi, errors, snapshot_download, try_to_load_from_cache
     from huggingface_hub.utils import disable_progress_bars
 
@@ -163,7 +177,7 @@ def _download(name: str, revision: str, tokenizer_alone: bool) -> Path:
         info = HfApi().model_info(name, revision=revision, files_metadata=True)
     except errors.GatedRepoError as error:
         raise UserError(
-            f"{name} is gated: ask for access on its page of the Hugging Face hub, and log in (hf "
+            f"{name} is gated: request access on its page of the Hugging Face hub, and log in (hf "
             "auth login, or HF_TOKEN)"
         ) from error
     except errors.RevisionNotFoundError as error:
@@ -171,9 +185,9 @@ def _download(name: str, revision: str, tokenizer_alone: bool) -> Path:
     except errors.RepositoryNotFoundError as error:
         raise UserError(
             f"{name} is not a directory, and no model of that name is on the Hugging Face hub; a "
-            "private one needs a login (hf auth login, or HF_TOKEN)"
+            "private model needs a login (hf auth login, or HF_TOKEN)"
         ) from error
-    except Exception as error:  # of the network, whatever library it comes from
+    except Exception as error:  # network errors of several libraries
         with contextlib.suppress(UserError):
             directory = _cached(name, revision)
             print_error(f"{name}: the Hugging Face hub can't be reached; the cached files are used")
@@ -184,9 +198,7 @@ def _download(name: str, revision: str, tokenizer_alone: bool) -> Path:
     if not files:
         lacks = "no tokenizer" if tokenizer_alone else f"no model: it lacks {CONFIGS[0]}"
         if any(file.endswith(".gguf") for file in sizes):
-            lacks += (
-                f"; download a GGUF file of it, and give its path: hf download {name} FILE.gguf"
-            )
+            lacks += f"; download a GGUF file, and pass its path: hf download {name} FILE.gguf"
         raise UserError(f"{name} on the Hugging Face hub has {lacks}")
     found = {file: try_to_load_from_cache(name, file, revision=info.sha) for file in files}
     if new := [file for file, path in found.items() if not isinstance(path, str)]:
@@ -201,13 +213,13 @@ def _download(name: str, revision: str, tokenizer_alone: bool) -> Path:
 def _broken_off(name: str, error: Exception) -> UserError:
     return UserError(
         f"{name} is not a directory, and can't be downloaded from the Hugging Face hub: "
-        f"{_reason(error)}; what has arrived is kept: run the command again",
+        f"{_reason(error)}; run the command again to resume the download",
         exit_code=1,
     )
 
 
 def _cached(name: str, revision: str) -> Path:
-    """Return the directory of a revision's files in the cache. UserError if they are not there."""
+    """Return the directory of a revision in the cache; UserError if the cache does not have it."""
     from huggingface_hub import try_to_load_from_cache
 
     for file in (*CONFIGS, *TOKENIZER):
@@ -215,14 +227,14 @@ def _cached(name: str, revision: str) -> Path:
             return Path(path).parent
     raise UserError(
         f"{name} is not a directory, and no model of that name is in the cache of the Hugging Face "
-        "hub, which is not asked while HF_HUB_OFFLINE is set"
+        "hub; unset HF_HUB_OFFLINE to download it"
     )
 
 
 @contextlib.contextmanager
 def _notes_of(name: str, revision: str) -> Iterator[BinaryIO | None]:
-    """Hold the lock of a revision within this block; give the file in which the first rank of a
-    machine says what it found, or None where the cache can't be written."""
+    """Hold the lock of a revision within this block. Yield the file in which the first rank of a
+    machine records the revision that it found, or None if the cache is not writable."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     directory = Path(HF_HUB_CACHE, ".locks", "megazoo")
@@ -236,5 +248,5 @@ def _notes_of(name: str, revision: str) -> Iterator[BinaryIO | None]:
 
 
 def _reason(error: Exception) -> str:
-    """Return the first line of what an exception says, or else its kind."""
+    """Return the first line of an exception's text, or its type if the text is empty."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -1,4 +1,4 @@
-"""Checkpoints: named global tensors on disk, written and read by any layout."""
+"""Checkpoints: named global tensors on disk, which any parallel layout can write and read."""
 
 from typing import TYPE_CHECKING
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from megazoo.checkpoint.reader import Checkpoint
     from megazoo.checkpoint.saving import Saver, save
 
-# What needs torch is imported when it is first used: a tokenizer is found without it.
+# Names that need torch are imported at first use, so that a tokenizer can be found without torch.
 __getattr__, __dir__ = lazy_attributes(
     __name__,
     {

@@ -1,11 +1,12 @@
-"""The base of a checkpoint that holds adapters alone: the weights that it leaves out, and the
-checksum by which they are known again.
+"""Identifies the base of a checkpoint that holds only adapters: the weights that the checkpoint
+omits.
 
-The checksum is a sum mod 2**64 over the elements of all weights that are left out: of the element's
-bits, times an odd number for each of its indices in the global tensor, which depends on the
-tensor's name and shape, too. So ranks sum what they own, in whatever order, and every layout has
-the same sum. Where one element differs the sum is another; where elements have changed places it
-is, but for a chance of 2**-32 at most. It finds mistakes; it is no protection against forgery.
+The base is identified by a checksum: a sum mod 2**64 over the elements of all omitted weights. Each
+summand is the element's bits, times an odd number for each of its indices in the global tensor. The
+odd numbers also depend on the tensor's name and shape. So each rank sums its elements in any order,
+and the result is the same in every parallel layout. If one element differs, the checksum differs.
+If elements have changed places, it differs except with a probability of at most 2**-32. The
+checksum detects accidental changes, not forgery.
 """
 
 import hashlib
@@ -26,27 +27,27 @@ from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.module import NamedParameter
 from megazoo.parallel.shard import Box, ParameterSpec, Piece, in_parts
 
-BITS = {2: torch.int16, 4: torch.int32}  # what an element is read as, by its bytes
-AT_ONCE = 1 << 18  # elements: their products stay in a core's cache
-READ_AT_ONCE = 1 << 21  # elements of a file
-# of splitmix64 (Steele, Lea and Flood 2014): the step of the counter, and the two multipliers
+BITS = {2: torch.int16, 4: torch.int32}  # the integer type of an element's bits, by its bytes
+AT_ONCE = 1 << 18  # elements per chunk: their products stay in the cache of a core
+READ_AT_ONCE = 1 << 21  # elements of a file per chunk
+# from splitmix64 (Steele, Lea and Flood 2014): the step of the counter, and the two multipliers
 STEP, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 class _Sums(NamedTuple):
-    """This rank's sums of a model, and the values of which they are."""
+    """This rank's sum for a model, and the parameter versions that it belongs to."""
 
     of: tuple
     total: int
 
 
-# computed once for each model: what is frozen stays as it is
+# computed once per model: frozen weights don't change
 _known: WeakKeyDictionary = WeakKeyDictionary()
 
 
 def about_adapters(model: Any) -> dict:
-    """Return what the manifest says of a model's adapters and of their base; nothing of a model
-    that has none. Every rank of a replica calls it."""
+    """Return the manifest's entries on a model's adapters and their base; none if the model has no
+    adapters. Every rank of a replica calls it."""
     if not model.attached:
         return {}
     held = {entry.name for entry in saved_entries(model)}
@@ -64,8 +65,8 @@ def check_base(checkpoint: Checkpoint, model: Any) -> None:
     """Raise UserError if the adapters of a checkpoint belong to other weights than the model's.
     Every rank of a replica calls it.
 
-    Weights of higher precision are rounded to that of the base, for which the adapters were
-    trained. What is of lower precision can't be compared: a line of advice says so.
+    Weights of higher precision are rounded to the dtype in which the adapters were trained. Weights
+    of lower precision can't be compared; then a warning is given.
     """
     base = checkpoint.manifest["base"]
     dtype = next(dtype for dtype, text in DTYPES.items() if text == base["dtype"])
@@ -73,7 +74,7 @@ def check_base(checkpoint: Checkpoint, model: Any) -> None:
         if model.ctx.rank == 0:
             advise(
                 f"the base of {checkpoint.path} can't be compared with the model's weights: they "
-                f"are of {_short(model.dtype)}, the adapters were trained in {_short(dtype)}"
+                f"are {_short(model.dtype)}, but the adapters were trained in {_short(dtype)}"
             )
         return
     left_out = [entry for entry in model.entries() if entry.name not in checkpoint.tensors]
@@ -83,10 +84,10 @@ def check_base(checkpoint: Checkpoint, model: Any) -> None:
 
 
 def checksum_of(entries: Iterable[NamedParameter], model: Any, dtype: torch.dtype) -> str:
-    """Return the checksum of weights as they are in a dtype, 16 hexadecimal digits: the same on
-    every rank and in every layout.
+    """Return the checksum of weights in a dtype, as 16 hexadecimal digits.
 
-    entries: this rank's. Every rank of a replica calls it; with folded axes, of all replicas.
+    It is the same on every rank and in every layout. Every rank of a replica calls it; with folded
+    axes, every rank of all replicas. entries: the parameters of this rank.
     """
     entries = list(entries)
     values = (dtype, *((e.name, id(e.parameter), _version_of(e.parameter)) for e in entries))
@@ -94,7 +95,7 @@ def checksum_of(entries: Iterable[NamedParameter], model: Any, dtype: torch.dtyp
         counted = [e for e in entries if not model.ctx.folded or e.is_first_replica(model.ctx)]
         total = sum(_sum_of_entry(entry, model.ctx, dtype) for entry in counted)
         _known[model] = _Sums(values, _signed(total))
-    total = torch.tensor(_known[model].total)  # on the CPU, of whatever device
+    total = torch.tensor(_known[model].total)  # on the CPU
     shared_out = [model.ctx.token_axis] if model.ctx.folded else []
     all_reduce_over(total, [model.ctx.tp, model.ctx.pp, *shared_out])
     return f"{total.item() % 2**64:016x}"
@@ -103,9 +104,10 @@ def checksum_of(entries: Iterable[NamedParameter], model: Any, dtype: torch.dtyp
 def check_base_on_disk(
     checkpoint: Checkpoint, entries: Iterable[NamedParameter], weights: TensorSource
 ) -> None:
-    """Raise UserError if the adapters of a checkpoint belong to other weights than those on disk,
-    which are read for it, a few megabytes at a time. entries: of the whole model, in one
-    process."""
+    """Raise UserError if the adapters of a checkpoint belong to other weights than those on disk.
+
+    The weights are read, a few megabytes at a time. entries: the parameters of the complete model.
+    """
     base = checkpoint.manifest["base"]
     dtype = next(dtype for dtype, text in DTYPES.items() if text == base["dtype"])
     total, there = 0, {*weights.specs, *checkpoint.tensors}
@@ -126,16 +128,16 @@ def check_base_on_disk(
 
 def _another_base(checkpoint: Checkpoint, found: str, path: str | None) -> UserError:
     base = checkpoint.manifest["base"]
-    theirs, ours = base["path"] or "drawn from --seed", f" ({path})" if path else ""
+    expected, actual = base["path"] or "drawn from --seed", f" ({path})" if path else ""
     return UserError(
         f"the adapters of {checkpoint.path} belong to another base: its checksum is "
-        f"{base['checksum']} ({theirs}), that of the model's weights is {found}{ours}"
+        f"{base['checksum']} ({expected}), that of the model's weights is {found}{actual}"
     )
 
 
 @torch.no_grad()
 def _sum_of_entry(entry: NamedParameter, ctx: ParallelContext, dtype: torch.dtype) -> int:
-    """Sum up what of a parameter counts on this rank."""
+    """Return the sum over the elements of a parameter that count on this rank."""
     return sum(
         _sum_of_box(entry.name, entry.spec, piece.box, entry.parameter[piece.index()], dtype)
         for piece in entry.counted_pieces(ctx)
@@ -149,8 +151,7 @@ def _sum_of_box(
     values: torch.Tensor,
     dtype: torch.dtype | None = None,
 ) -> int:
-    """Sum up a box of a global tensor, whose values are taken as they are in a dtype, by default
-    their own."""
+    """Return the sum over a box of a global tensor. dtype: convert the values to it first."""
     dtype = dtype or values.dtype
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     values = values.flatten(1) if values.dim() > 1 else values[:, None]
@@ -161,7 +162,7 @@ def _sum_of_box(
     for factors in others:
         columns = (columns[:, None] * factors).flatten()
     count = max(1, min(len(values), AT_ONCE // max(1, len(columns))))
-    products = rows.new_empty(count, len(columns))  # memory anew for each would cost far more
+    products = rows.new_empty(count, len(columns))  # reused: allocating each time is far slower
     for some, factors in zip(values.split(count), rows.split(count), strict=True):
         bits = some.to(dtype).view(BITS[dtype.itemsize])
         some_products = torch.mul(bits, columns, out=products[: len(bits)])
@@ -170,8 +171,8 @@ def _sum_of_box(
 
 
 def _factors(name: str, spec: ParameterSpec, dim: int, bounds: tuple[int, int]) -> torch.Tensor:
-    """Return the factors of the indices from bounds[0] to below bounds[1] of a dimension of a
-    global tensor: odd numbers, int64 [indices]."""
+    """Return the odd factors of the indices bounds[0] to bounds[1] - 1 of a dimension of a global
+    tensor: int64 [indices]."""
     what = f"{name}/{spec.shape}/{dim}".encode()
     start = int.from_bytes(hashlib.blake2b(what, digest_size=8).digest(), "little")
     mixed = torch.arange(*bounds) * _signed(STEP) + _signed(start)
@@ -181,12 +182,12 @@ def _factors(name: str, spec: ParameterSpec, dim: int, bounds: tuple[int, int]) 
 
 
 def _version_of(parameter: torch.Tensor) -> int:
-    """Return what changes when the values of a parameter are changed in place."""
+    """Return a number that changes when a parameter is changed in place."""
     return 0 if parameter.is_inference() else parameter._version
 
 
 def _shifted(numbers: torch.Tensor, bits: int) -> torch.Tensor:
-    """Shift int64 to the right as if it had no sign."""
+    """Shift int64 to the right without its sign (a logical shift)."""
     return (numbers >> bits) & ((1 << (64 - bits)) - 1)
 
 

@@ -1,33 +1,33 @@
-"""Copies in memory of what a step is to hold, for a thread to write while training goes on."""
+"""Copies tensors of a checkpoint in memory, so that a thread can write them during training."""
 
 import torch
 
 from megazoo.checkpoint.writing import LazyTensor
 from megazoo.parallel.staging import pinned
 
-BLOCK_BYTES = 64 << 20  # a power of two: of other sizes torch pins the next power
-ALIGNMENT = 64  # bytes: where a copy may begin, whatever its dtype
+BLOCK_BYTES = 64 << 20  # a power of two: torch would round up other sizes
+ALIGNMENT = 64  # bytes: alignment of the start of a copy, for any dtype
 
 
 class Copies:
     """Copies tensors to this process's memory.
 
-    Those of a GPU go into blocks of pinned memory, one behind the other and from the end of a block
-    into the next, so that all copies are queued at once and waited for once. The blocks stay, and
-    are used again after `forget`. Tensors of the CPU are copied into new memory.
+    Tensors of a GPU are copied into blocks of pinned memory, one after the other; a tensor may
+    continue in the next block. So all copies are queued together, and there is one wait. The blocks
+    are reused after `forget`. Tensors of the CPU are copied into new memory.
     """
 
     def __init__(self):
         self._blocks: list[torch.Tensor] = []
         self._used = 0  # bytes of all blocks together
-        self._device: torch.device | None = None  # whose copies are not waited for yet
+        self._device: torch.device | None = None  # a device with pending copies
 
     def forget(self) -> None:
-        """Give the memory of all copies to those that follow."""
+        """Free all copies, so that later ones can reuse their memory."""
         self._used = 0
 
     def add(self, tensor: torch.Tensor) -> torch.Tensor | LazyTensor:
-        """Copy a tensor; what is returned may be read after `wait`."""
+        """Copy a tensor. The result may be read after `wait`."""
         tensor = tensor.detach()
         if not tensor.is_cuda:
             return tensor.to("cpu", copy=True)
@@ -43,13 +43,13 @@ class Copies:
         return _in_parts(tensor.shape, tensor.dtype, parts)
 
     def wait(self) -> None:
-        """Wait until all copies are made."""
+        """Wait until all copies are complete."""
         if self._device is not None:
             torch.cuda.current_stream(self._device).synchronize()
             self._device = None
 
     def _rest_of_block(self) -> torch.Tensor:
-        """Return what is free of the block that is being filled, uint8."""
+        """Return the free memory of the current block, uint8."""
         block, begin = divmod(self._used, BLOCK_BYTES)
         if block == len(self._blocks):
             self._blocks.append(pinned(BLOCK_BYTES))
@@ -59,7 +59,7 @@ class Copies:
 def _in_parts(
     shape: torch.Size, dtype: torch.dtype, parts: list[tuple[int, torch.Tensor]]
 ) -> LazyTensor:
-    """Return a tensor of which `parts` holds the elements, each with the number of its first."""
+    """Return a tensor whose elements are in `parts`, each with the index of its first element."""
 
     def fill(rows: torch.Tensor, start: int) -> None:
         values = rows.view(-1)

@@ -1,4 +1,4 @@
-"""Directories that are there whole or not at all: steps of a run, and what a tool writes."""
+"""Writes directories atomically: the steps of a run, and the outputs of tools."""
 
 import os
 import secrets
@@ -25,18 +25,22 @@ from megazoo.errors import UserError
 
 @contextmanager
 def new_step(directory: Path, step: int, keep_last: int = 0, run: Any = None) -> Iterator[Path]:
-    """Give a hidden directory in which to write a step. When the block ends well, the step gets its
-    name, in place of an older one, and `latest` names it; else what was written is removed. The
-    run's lock is held meanwhile.
+    """Yield a hidden directory in which to write a step.
 
-    keep_last: how many steps of the run, the last written ones, remain; 0: all. run: its id.
+    If the block succeeds, the directory is renamed to the step's name, an older step of that name
+    is removed, and `latest` names the step. If it fails, the hidden directory is removed. The
+    caller holds the run's lock.
+
+    keep_last: number of steps of the run to keep, the last written ones; 0 keeps all. run: id of
+    the run.
     """
     directory.mkdir(parents=True, exist_ok=True)
     final = directory / step_name(step)
     check_place(final)
     if (directory / LATEST).is_dir():
         raise UserError(
-            f"{directory / LATEST} is a directory: it is to name the last step; move it"
+            f"{directory / LATEST} is a directory, but must be a file that names the latest step: "
+            "move it away"
         )
 
     def name_of(path: Path) -> Path:
@@ -59,8 +63,8 @@ def new_step(directory: Path, step: int, keep_last: int = 0, run: Any = None) ->
 def new_directory(
     directory: Path, overwrite: bool = False, source: Path | None = None
 ) -> Iterator[Path]:
-    """Give a new directory in which a tool writes. When the block ends well, it takes the place of
-    `directory`; else it is removed. See `check_replaceable`."""
+    """Yield a new directory in which a tool writes. If the block succeeds, it replaces `directory`;
+    otherwise it is removed. See `check_replaceable`."""
     try:
         with output_directory(
             directory, lambda: check_replaceable(directory, overwrite, source)
@@ -74,10 +78,10 @@ def new_directory(
 
 @contextmanager
 def output_directory(directory: Path, check: Callable[[], None]) -> Iterator[Path]:
-    """Give a new directory, as `new_directory` does.
+    """Yield a new directory that replaces `directory` if the block succeeds.
 
-    check: raises UserError if the directory may not be replaced; it is called before anything is
-    made, and again under the lock.
+    check: raises UserError if the directory must not be replaced. It is called before anything is
+    written, and again under the lock.
     """
     if directory.name in ("", ".."):
         directory = directory.resolve()
@@ -97,16 +101,17 @@ def output_directory(directory: Path, check: Callable[[], None]) -> Iterator[Pat
 
 
 def stamp(file: Path) -> tuple[int, int, int]:
-    """Return what changes when another program writes a file, or puts another in its place."""
+    """Return size, inode and time of a file. They change if another program writes or replaces the
+    file."""
     now = file.stat()
     return now.st_size, now.st_ino, now.st_mtime_ns
 
 
 def check_unchanged(file: Path, before: tuple[int, int, int], info: dict) -> None:
-    """Raise UserError if a file is not what it was when it had been written.
+    """Raise UserError if a file has changed since it was written.
 
-    before: its stamp then. info: its {"size", "crc32"}, which decide where the stamp is another: on
-    some file systems of networks a file's time and number change by themselves.
+    before: its stamp after writing. info: its {"size", "crc32"}. They decide if the stamp differs:
+    on some network file systems the time and inode of a file change by themselves.
     """
     try:
         now = stamp(file)
@@ -118,10 +123,10 @@ def check_unchanged(file: Path, before: tuple[int, int, int], info: dict) -> Non
 
 
 def check_names(directory: Path, names: set[str]) -> None:
-    """Raise UserError if a directory has more files than those that were written there.
+    """Raise UserError if a directory has other files than the given names.
 
-    What is missing shows on the rank that wrote it; on a network's file system others may not see
-    its files yet.
+    Missing files are not checked: the rank that wrote them checks them. On a network file system
+    other ranks may not see them yet.
     """
     for name in sorted(set(os.listdir(directory)) - names):
         raise _changed_meanwhile(directory / name)
@@ -132,7 +137,7 @@ def _changed_meanwhile(file: Path) -> UserError:
 
 
 def sync_directory(path: Path) -> None:
-    """Wait until the names in a directory are on the disk."""
+    """Wait until the file names in a directory are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -141,28 +146,30 @@ def sync_directory(path: Path) -> None:
 
 
 def _hidden(final: Path, kind: str) -> Path:
-    """Return a new name beside a directory: no other program takes the same."""
+    """Return a unique hidden name in the parent of a directory."""
     return final.parent / f".{final.name}.{secrets.token_hex(4)}.{kind}"
 
 
 @contextmanager
 def _staging(final: Path):
-    """Make the hidden directory in which `final` is written; remove it, if it is still there, when
-    the block fails."""
+    """Create the hidden directory in which `final` is written. If the block fails, remove it."""
     staging = _hidden(final, PARTIAL)
     staging.mkdir()
     try:
         yield staging
     except BaseException:
-        with suppress(OSError):  # what failed first is what is told
+        with suppress(OSError):  # raise the first error, not this one
             remove(staging)
         raise
 
 
 @contextmanager
 def _replaced(staging: Path, final: Path):
-    """Rename a whole directory to its name. The block gets a list of the older one, if there is
-    one, which is now aside; if the block fails, it gets its name again."""
+    """Rename a complete directory to its final name.
+
+    An existing directory of that name is renamed to a hidden name, which is yielded in a list. If
+    the block fails, both renames are undone.
+    """
     old = [_hidden(final, REPLACED)] if final.exists() else []
     sync_directory(staging)
     try:
@@ -181,9 +188,10 @@ def _replaced(staging: Path, final: Path):
 
 
 def _tidied(left: list[Path], name_of: Callable[[Path], Path]) -> list[Path]:
-    """Clean up after programs that were killed: what they had put aside gets its name again, what
-    they had not finished is removed. Returns the rest: whole, and not to go before there is a newer
-    one. name_of: gives the name that a hidden directory had, or was to get.
+    """Clean up after killed programs: restore replaced directories, remove incomplete ones.
+
+    Returns the remaining hidden directories. They are complete, and must be kept until a newer one
+    is written. name_of: returns the final path of a hidden directory.
     """
     whole = []
     for path in left:
@@ -198,8 +206,8 @@ def _tidied(left: list[Path], name_of: Callable[[Path], Path]) -> list[Path]:
 
 
 def _too_old(last: Path, keep: int, run) -> list[Path]:
-    """Return the steps of a run that are not among the last `keep`, `last` included; of keep 0
-    none."""
+    """Return the steps of a run except the last `keep` ones, which include `last`. keep 0 keeps
+    all."""
     if not keep:
         return []
     steps = [path for path in last.parent.iterdir() if path != last and is_of_run(path, run)]
@@ -208,22 +216,22 @@ def _too_old(last: Path, keep: int, run) -> list[Path]:
 
 
 def _remove_step(step: Path) -> None:
-    """Remove what megazoo wrote in a step. It is hidden first: if the program is killed meanwhile,
-    the next save removes the rest."""
+    """Remove the files that megazoo wrote in a step. The step is renamed to a hidden name first, so
+    that the next save removes the rest if the program is killed."""
     aside = _hidden(step, PARTIAL)
     os.rename(step, aside)
     if remove(aside):
-        os.rename(aside, step)  # with the files of others
+        os.rename(aside, step)  # it has files that megazoo did not write
 
 
 @contextmanager
 def _after_saving(final: Path):
-    """Say of a failure within that the new directory is there all the same."""
+    """Raise an OSError of the block as a UserError that says the new directory is complete."""
     try:
         yield
     except OSError as error:
         raise UserError(
-            f"{final} is whole, but {error.filename or 'what it replaces'} can't be removed: "
-            f"{error.strerror or error}",
+            f"{final} is complete, but {error.filename or 'the directory that it replaces'} can't "
+            f"be removed: {error.strerror or error}",
             exit_code=1,
         ) from error

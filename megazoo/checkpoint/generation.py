@@ -1,4 +1,4 @@
-"""The ids of tokens that a generation_config.json names."""
+"""Reads generation_config.json, and checks its token ids."""
 
 from pathlib import Path
 
@@ -10,17 +10,17 @@ MOST = 1 << 31
 
 
 def generation_config(path: Path, data: bytes) -> dict:
-    """Return what a generation_config.json, of these bytes, says; UserError, naming the file, if a
-    token's id is no number."""
+    """Return the values of a generation_config.json; UserError with the file's name if a token id
+    is not a number. data: the bytes of the file."""
     return with_token_ids(path, json_object(path, data))
 
 
 def with_token_ids(path: Path, values: dict) -> dict:
-    """Return the values that a JSON file has, if the ids of tokens among them are ids: a number, a
-    list of numbers for eos, or null. UserError names the file and the field otherwise."""
+    """Return the values of a JSON file after a check of their token ids: each must be a number,
+    null, or for eos also a list of numbers. UserError otherwise."""
     for name in TOKEN_IDS:
         value = values.get(name)
         ids = value if isinstance(value, list) and name == "eos_token_id" else [value]
         if value is not None and not all(type(each) is int and abs(each) < MOST for each in ids):
-            raise UserError(f"{path}: {name} {value!r} is not the id of a token")
+            raise UserError(f"{path}: {name} {value!r} is not a token id")
     return values

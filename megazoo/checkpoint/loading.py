@@ -1,4 +1,4 @@
-"""Loading a run from a checkpoint of any layout: model, optimizer and the trainer's state."""
+"""Loads a run from a checkpoint of any parallel layout: model, optimizer and trainer state."""
 
 import json
 from collections.abc import Iterator
@@ -22,12 +22,26 @@ from megazoo.terminal import byte_bar
 
 
 def load(checkpoint: Checkpoint, model: Any, optimizer: AdamW | None = None) -> dict:
-    """Fill this rank's parameters and optimizer state from a checkpoint of any layout; returns the
-    trainer's state.
+    """Load this rank's shard of a checkpoint into a model and optimizer. Every rank calls it.
 
-    Every rank calls it. UserError on all of them if a file has changed since it was written, unless
-    the checkpoint was opened with verify=False. A checkpoint of adapters fills these, and what else
-    was trained; UserError if the model's are others, or its other weights are not their base.
+    The checkpoint may have any parallel layout. A checkpoint of a run with adapters holds only the
+    trained parameters; the model must have the same adapters, and the base weights.
+
+    Args:
+        checkpoint: the open checkpoint.
+        model: the model to fill.
+        optimizer: the optimizer whose state is loaded; by default only the weights are loaded.
+
+    Returns:
+        The trainer state: the contents of trainer.json.
+
+    Raises:
+        UserError: on every rank, if the checkpoint belongs to another model, optimizer, base or
+            other adapters, or if a file is corrupt (unless it was opened with verify=False).
+
+    Example:
+        checkpoint = megazoo.checkpoint.Checkpoint("runs/a")
+        trainer = megazoo.checkpoint.load(checkpoint, model, opt)
     """
     ctx = model.ctx
     with propagate_errors(ctx):
@@ -65,41 +79,43 @@ def load(checkpoint: Checkpoint, model: Any, optimizer: AdamW | None = None) -> 
 
 
 def _check_adapters(checkpoint: Checkpoint, model) -> None:
-    """Raise UserError unless a checkpoint and the model hold the same: all, or adapters alone that
-    are alike, on the same base."""
+    """Raise UserError unless a checkpoint matches the model: both without adapters, or both with
+    the same adapters and the same base."""
     stored = checkpoint.about_adapters.get("adapters")
     if stored is None and not model.attached:
         return
     if stored is None or not model.attached:
-        theirs = "has no adapters, the model has: load it before megazoo.lora.add"
+        problem = "has no adapters, but the model has: load it before megazoo.lora.add"
         if stored:
-            theirs = (
-                "holds adapters alone, and the model has none: megazoo.lora.load gives it these"
+            problem = (
+                "holds only adapters, but the model has none: load them with megazoo.lora.load"
             )
-        raise UserError(f"{checkpoint.path} {theirs}")
+        raise UserError(f"{checkpoint.path} {problem}")
     ours = json.loads(json.dumps(asdict(model.attached)))
     for key in sorted(stored.keys() | ours.keys()):
         if stored.get(key) != ours.get(key):
             raise UserError(
-                f"{checkpoint.path} has adapters of {key} {stored.get(key)}, the model's have "
-                f"{ours.get(key)}: add such as the checkpoint's"
+                f"{checkpoint.path} has adapters with {key} {stored.get(key)}, the model's have "
+                f"{ours.get(key)}: add the same adapters to the model"
             )
     held = {entry.name for entry in saved_entries(model)}
     for entry in model.entries():
         if entry.name not in held and entry.name in checkpoint.tensors:
             raise UserError(
-                f"{checkpoint.path} has {entry.name}, which is frozen here: train the same"
+                f"{checkpoint.path} has {entry.name}, which is frozen in the model: train the same "
+                "parameters as the saved run"
             )
         if entry.name in held and entry.name not in checkpoint.tensors:
             raise UserError(
-                f"{checkpoint.path} has no {entry.name}: it was frozen then; freeze the same"
+                f"{checkpoint.path} has no {entry.name}, which was frozen: freeze the same "
+                "parameters as the saved run"
             )
     check_base(checkpoint, model)
 
 
 def _name_of_weights(checkpoint: Checkpoint, entry: NamedParameter) -> str:
-    """Return the name of the tensor that a parameter is read from: the master weights', if fp32 is
-    wanted and they are there."""
+    """Return the name of the tensor that a parameter is read from: that of the fp32 master weights
+    if the parameter is fp32 and the checkpoint has them."""
     is_fp32 = entry.parameter.dtype == torch.float32
     return checkpoint.most_precise(entry.name) if is_fp32 else entry.name
 
@@ -107,8 +123,8 @@ def _name_of_weights(checkpoint: Checkpoint, entry: NamedParameter) -> str:
 def _states_to_read(
     checkpoint: Checkpoint, optimizer: AdamW
 ) -> Iterator[tuple[str, NamedParameter, torch.Tensor, tuple[int, int]]]:
-    """Yield the tensors of an optimizer's state, each with its name in the checkpoint, its
-    parameter, and which elements of this, flattened, it is of."""
+    """Yield the tensors of an optimizer's state. Each comes with its name in the checkpoint, its
+    parameter, and the range of elements in the flattened parameter."""
     for entry in optimizer.entries:
         for state, tensor in optimizer.state[entry.name].items():
             is_master = state == MASTER
@@ -117,14 +133,14 @@ def _states_to_read(
 
 
 def _check_states(checkpoint: Checkpoint, optimizer: AdamW) -> None:
-    """Raise UserError if the checkpoint lacks the state of a parameter that is trained."""
+    """Raise UserError if the checkpoint lacks the state of a trained parameter."""
     missing = [entry.name for entry in optimizer.entries if not checkpoint.states_of(entry.name)]
     if missing and not checkpoint.has_states:
-        raise UserError(f"{checkpoint.path} has no optimizer state: load its weights alone")
+        raise UserError(f"{checkpoint.path} has no optimizer state: load only its weights")
     if missing:
         raise UserError(
-            f"{checkpoint.path} has no optimizer state of {missing[0]}: it was frozen then; "
-            "freeze the same, or start a new run with the weights alone"
+            f"{checkpoint.path} has no optimizer state of {missing[0]}, which was frozen: freeze "
+            "the same parameters, or start a new run with only the weights"
         )
     for entry in optimizer.entries:
         found = set(checkpoint.states_of(entry.name)) - {MASTER}
@@ -132,6 +148,6 @@ def _check_states(checkpoint: Checkpoint, optimizer: AdamW) -> None:
         if found != wanted:
             raise UserError(
                 f"{checkpoint.path} has {' and '.join(sorted(found))} of {entry.name}, not the "
-                f"{' and '.join(sorted(wanted))} of {type(optimizer).__name__}: it is another "
-                "optimizer's state; load its weights alone"
+                f"{' and '.join(sorted(wanted))} of {type(optimizer).__name__}: it is the state of "
+                "another optimizer; load only its weights"
             )

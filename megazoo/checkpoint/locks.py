@@ -1,7 +1,8 @@
-"""Locks of directories: one program at a time writes there, and who comes second is told who does.
+"""Locks of directories: only one program at a time writes there; the error of a second one names
+the first.
 
-A lock is held through a file that lies beside what is written. The system gives it back when its
-holder dies, however that happens; what remains of the file is taken over by the next one.
+A lock is held on a file next to the output. The system releases the lock when its holder dies. A
+remaining lock file is reused by the next program.
 """
 
 import errno
@@ -19,23 +20,23 @@ from megazoo.environment import restarts
 from megazoo.errors import UserError
 from megazoo.files import open_own
 
-# How a file system says that it has no such locks: it goes without.
+# Errors of a file system without such locks: megazoo then works without a lock.
 UNSUPPORTED = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL, errno.ENOSYS}
-MOMENT = 0.5  # seconds in which one that only looks whether the lock is free lets go of it
-# Seconds that a restarted job waits for it: a file server gives back the lock of a node that went
-# down after its lease, 90 s in most NFS servers.
+MOMENT = 0.5  # seconds to wait for a program that only checks whether the lock is free
+# Seconds that a restarted job waits for the lock: a file server releases the lock of a node that
+# went down after its lease, 90 s in most NFS servers.
 LEASE = 100.0
-MARK = '{"megazoo": "lock"'  # how the text of a lock's file begins
+MARK = '{"megazoo": "lock"'  # the start of the text of a lock file
 LONGEST = 4096  # bytes of that text
 
 _held: set["Lock"] = set()  # by this process
 
 
 class Lock:
-    """A lock, held within its block. UserError if another holds it.
+    """A lock that is held within its block. UserError if another program holds it.
 
-    file: which is there while it is held. busy, advice: what a second one is told, before and after
-    the words for who the first one is.
+    file: the lock file, which exists while the lock is held. busy, advice: the start and the end of
+    the error; between them it describes the holder.
     """
 
     def __init__(self, file: Path, busy: str, advice: str):
@@ -48,7 +49,7 @@ class Lock:
             file = self._open()
             try:
                 self._lock(file, fcntl.LOCK_EX, until)
-                if self._is_named(file):  # else its last holder has just removed it
+                if self._is_named(file):  # otherwise its last holder has just removed it
                     self._sign(file)
                     break
             except BaseException:
@@ -63,7 +64,7 @@ class Lock:
         if self._opened is None:  # in a process that was forked meanwhile
             return
         try:
-            with suppress(OSError):  # a file that stays is taken over by the next one
+            with suppress(OSError):  # a remaining file is reused by the next program
                 if self._is_named(self._opened):
                     os.unlink(self.file)
         finally:
@@ -71,19 +72,19 @@ class Lock:
             _held.discard(self)
 
     def check(self) -> None:
-        """Raise UserError if another holds it now, unless this job was restarted: then it is waited
-        for when it is taken."""
+        """Raise UserError if another program holds the lock now. A restarted job does not check: it
+        waits for the lock when it acquires it."""
         if restarts():
             return
         try:
             file = self._open(create=False)
-        except OSError:  # there is none, or it can't be held: who takes it hears of that
+        except OSError:  # there is no lock file; or it can't be opened, an error when acquiring it
             return
         with file:
             self._lock(file, fcntl.LOCK_SH, time.monotonic())
 
     def let_go(self) -> None:
-        """Close the file. A forked process does no more: its parent holds the lock still."""
+        """Close the file. A forked process does only this: its parent still holds the lock."""
         if self._opened:
             self._opened.close()
         self._opened = None
@@ -108,14 +109,14 @@ class Lock:
                 return None
 
     def _is_named(self, file: BinaryIO) -> bool:
-        """Whether the lock's name still leads to the file that is open."""
+        """Return whether the path of the lock still names the open file."""
         try:
             return os.path.samestat(os.lstat(self.file), os.fstat(file.fileno()))
         except FileNotFoundError:
             return False
 
     def _sign(self, file: BinaryIO) -> None:
-        """Write who holds the lock."""
+        """Write the holder of the lock into its file."""
         before = os.pread(file.fileno(), LONGEST, 0).decode(errors="replace")
         if not before.startswith(MARK[: len(before)]):
             raise self._is_not_ours()
@@ -129,11 +130,11 @@ class Lock:
         os.ftruncate(file.fileno(), 0)
         try:
             os.pwrite(file.fileno(), json.dumps(holder).encode(), 0)
-        except OSError:  # of a full disk: the lock is as good
+        except OSError:  # the disk is full: the lock works without the text
             os.ftruncate(file.fileno(), 0)
 
     def _is_not_ours(self) -> UserError:
-        return UserError(f"{self.file} is not a lock of megazoo's: move it")
+        return UserError(f"{self.file} is not a lock file of megazoo: move it away")
 
 
 def run_lock(directory: Path) -> Lock:
@@ -146,7 +147,8 @@ def run_lock(directory: Path) -> Lock:
 
 
 def output_lock(directory: Path) -> Lock:
-    """Return the lock of a directory that is written as a whole. It lies beside it."""
+    """Return the lock of a directory that is written as a whole. The lock file is next to the
+    directory."""
     return Lock(
         directory.parent / f".{directory.name}.lock",
         f"{directory}: another program is writing it",
@@ -155,12 +157,12 @@ def output_lock(directory: Path) -> Lock:
 
 
 def _holder(file: BinaryIO) -> str:
-    """Return the words for who holds a lock."""
+    """Return a description of the holder of a lock."""
     try:
         holder = json.loads(os.pread(file.fileno(), LONGEST, 0))
         words = "process {process} on {host} since {since}, {command}".format(**holder)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return "it has not said who it is"
+        return "its lock file does not name it"
     return "".join(letter if letter.isprintable() else "?" for letter in words)
 
 

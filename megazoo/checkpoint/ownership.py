@@ -1,4 +1,4 @@
-"""What megazoo has written in a directory: told from all else, and removed without it."""
+"""Finds the files that megazoo wrote in a directory, and removes only those."""
 
 import errno
 import json
@@ -22,11 +22,16 @@ HEADER = b'{"__metadata__":' + json.dumps(METADATA, separators=(",", ":")).encod
 
 
 def remove(directory: Path, heir: Path | None = None) -> bool:
-    """Remove what megazoo wrote in a directory, if it is there, and the directory if it is then
-    empty; returns whether it has files of others. The manifest goes first, so that what is left
-    never looks whole.
+    """Remove the files that megazoo wrote in a directory, and the directory if it is then empty.
 
-    heir: the directory that has taken its place, to which other files move.
+    The manifest is removed first, so that a partly removed directory never seems complete.
+
+    Args:
+        directory: the directory; it may be missing.
+        heir: the directory that replaced it, to which other files are moved.
+
+    Returns:
+        Whether the directory remains, with files that megazoo did not write.
     """
     if directory.is_symlink() or not directory.is_dir():
         return False
@@ -43,14 +48,14 @@ def remove(directory: Path, heir: Path | None = None) -> bool:
         try:
             directory.rmdir()
         except OSError as error:
-            # On NFS a file that some process has open keeps a name until it is closed.
+            # On NFS a removed file keeps a name as long as a process has it open.
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
     return bool(foreign)
 
 
 def is_of_run(step: Path, run: Any) -> bool:
-    """Whether a directory is a whole step of the run with this id, and no link."""
+    """Return whether a directory is a complete step of the run with this id, and not a link."""
     if step.is_symlink() or not is_step_name(step.name) or not (step / MANIFEST).is_file():
         return False
     try:
@@ -60,45 +65,47 @@ def is_of_run(step: Path, run: Any) -> bool:
 
 
 def check_place(path: Path) -> None:
-    """Raise UserError if a directory can't be written there: for a symbolic link, for a file, and
-    below a file."""
+    """Raise UserError if no directory can be written at this path: it is a symbolic link or a file,
+    or is below a file."""
     if path.is_symlink():
-        raise UserError(f"{path} is a symbolic link: name what it points to")
+        raise UserError(f"{path} is a symbolic link: pass the path that it points to")
     there = next(each for each in (path, *path.absolute().parents) if each.exists())
     if not there.is_dir():
         raise UserError(f"{there} is not a directory")
 
 
 def check_replaceable(directory: Path, overwrite: bool = False, source: Path | None = None) -> None:
-    """Raise UserError unless a new directory may take this one's place: it is absent or empty; or
-    it may be overwritten, and megazoo wrote all that is there.
+    """Raise UserError unless a new directory may replace this one.
 
-    source: what is read meanwhile, which is never overwritten.
+    It may if the directory is missing or empty, or if it may be overwritten and holds only files
+    that megazoo wrote. source: the input, which is never overwritten.
     """
     if source:
         _check_apart(directory, source)
     if directory.is_dir() and any(directory.iterdir()) and not overwrite:
-        raise UserError(f"{directory} is not empty: choose another, or --overwrite")
+        raise UserError(f"{directory} is not empty: choose another, or pass --overwrite")
     if name := foreign_entry(directory):
         if name == LATEST or is_step_name(name):
-            raise UserError(f"{directory} holds {name}: it is a run's; choose another")
+            raise UserError(
+                f"{directory} holds {name}, so it is the directory of a run: choose another"
+            )
         raise UserError(
-            f"{directory} holds {name}, which megazoo did not write: move it, or choose another"
+            f"{directory} holds {name}, which megazoo did not write: move it, or choose another "
+            "directory"
         )
 
 
 def foreign_entry(directory: Path) -> str | None:
-    """Return the first name in a directory that is not of a file of the one checkpoint, of the one
-    Hugging Face model, or of the one adapter, that megazoo wrote there; None if there is nothing
-    else."""
+    """Return the first name in a directory that does not belong to the checkpoint, Hugging Face
+    model or adapter that megazoo wrote there; None if all belong to it."""
     names = _names_in(directory)
     ours = _files_of_checkpoint(directory) or _files_of_export(directory, names)
     return _first_but(ours or _files_of_adapter(directory), directory, names)
 
 
 def foreign_to_adapter(directory: Path) -> str | None:
-    """Return the first name in a directory that is not of a file of the one adapter that megazoo
-    wrote there; None if there is nothing else."""
+    """Return the first name in a directory that does not belong to the adapter that megazoo wrote
+    there; None if all belong to it."""
     return _first_but(_files_of_adapter(directory), directory, _names_in(directory))
 
 
@@ -107,24 +114,24 @@ def _names_in(directory: Path) -> list[str]:
 
 
 def _first_but(ours: set[str], directory: Path, names: list[str]) -> str | None:
-    """Return the first of the names that is none of ours, or no file."""
+    """Return the first of the names that is not in `ours`, or is not a regular file."""
     foreign = (name for name in names if name not in ours or not _is_file(directory / name))
     return next(foreign, None)
 
 
 def _check_apart(output: Path, source: Path) -> None:
-    """Raise UserError for an output that is its own input, holds it, or lies in it."""
+    """Raise UserError if the output is the input, contains it, or is inside it."""
     there, input_ = output.resolve(), source.resolve()
     if there == input_:
-        raise UserError(f"{output} is the input, too: choose another")
+        raise UserError(f"{output} is also the input: choose another output")
     if there in input_.parents:
-        raise UserError(f"{output} holds the input, {source}: choose another")
+        raise UserError(f"{output} contains the input, {source}: choose another output")
     if input_ in there.parents:
-        raise UserError(f"{output} lies in the input, {source}: choose another")
+        raise UserError(f"{output} is inside the input, {source}: choose another output")
 
 
 def _is_file(path: Path) -> bool:
-    """Whether there is a file, and no link to one."""
+    """Return whether a path is a regular file, and not a link."""
     try:
         return stat.S_ISREG(path.lstat().st_mode)
     except OSError:
@@ -132,14 +139,14 @@ def _is_file(path: Path) -> bool:
 
 
 def _is_our_name(name: str) -> bool:
-    """Whether megazoo gives files this name, whole or while it writes them."""
+    """Return whether megazoo uses this name for its files, or for files that it is writing."""
     small = re.fullmatch(r"\.(.*)\.partial", name)
     name = small[1] if small else name
     return name in (*SMALL_FILES, ADAPTER_WEIGHTS) or bool(WEIGHTS.fullmatch(name))
 
 
 def _files_of_checkpoint(directory: Path) -> set[str]:
-    """Return the names of a checkpoint's files, as its manifest has them; none without one."""
+    """Return the names of a checkpoint's files from its manifest; none if there is no manifest."""
     if not _is_file(directory / MANIFEST):
         return set()
     try:
@@ -168,7 +175,7 @@ def _files_of_adapter(directory: Path) -> set[str]:
 
 
 def _is_signed(file: Path) -> bool:
-    """Whether megazoo's writer is named at the beginning of a safetensors file's header, which
+    """Return whether the header of a safetensors file names megazoo as its writer. The header
     follows the eight bytes of its length."""
     with open(file, "rb") as opened:
         return opened.read(8 + len(HEADER))[8:] == HEADER

@@ -1,16 +1,16 @@
-"""Where a checkpoint lies on disk, and how the step to read is found. Nothing here needs torch.
+"""The paths of a checkpoint, and how the step to read is found. This module does not need torch.
 
     ckpt/latest                                            text: step_00000100
     ckpt/step_00000100/megazoo.json                        the manifest, written last
-    ckpt/step_00000100/model_tp_0_pp_0.safetensors         one for each (tp, pp) rank
+    ckpt/step_00000100/model_tp_0_pp_0.safetensors         one per (tp, pp) rank
     ckpt/step_00000100/optimizer_tp_0_pp_0_dp_0.safetensors
     ckpt/step_00000100/trainer.json                        step, consumed samples, seed ...
 
 A step is written in a hidden directory, `.step_00000100.RANDOM.partial`, and renamed when its
-manifest is on disk; what had its name before is `.step_00000100.RANDOM.replaced` until it is
-removed. A manifest appears at once, after all that it names, and is the first to go when a
-directory is removed. So a directory that has one is whole, hidden or not, and a kill at any moment
-leaves the old checkpoint or the new one. The tools write their outputs likewise.
+manifest is on disk. An older step of that name is `.step_00000100.RANDOM.replaced` until it is
+removed. A manifest is written atomically, after all files that it names, and is removed first. So a
+directory with a manifest is complete, hidden or not, and a kill at any moment leaves the old
+checkpoint or the new one. The tools write their outputs in the same way.
 """
 
 import os
@@ -22,7 +22,7 @@ from megazoo.errors import UserError
 from megazoo.hub import local_directory
 
 MANIFEST, TRAINER, LATEST = "megazoo.json", "trainer.json", "latest"
-CONFIG, INDEX = "config.json", "model.safetensors.index.json"  # of a Hugging Face directory
+CONFIG, INDEX = "config.json", "model.safetensors.index.json"  # in a Hugging Face directory
 PARTIAL, REPLACED = "partial", "replaced"
 
 
@@ -32,14 +32,14 @@ def step_name(step: int) -> str:
 
 
 def is_step_name(name: str) -> bool:
-    """Whether a name is exactly what `step_name` makes of a number."""
+    """Return whether a name is exactly the `step_name` of a number."""
     digits = name.removeprefix("step_")
     return digits.isascii() and digits.isdigit() and name == step_name(int(digits))
 
 
 def hidden_directories(parent: Path, name: str) -> list[Path]:
-    """Return the hidden directories that programs that were killed have left: what was to be called
-    `name`, or had to give way. name: a regular expression. Links are left out."""
+    """Return the hidden directories of killed programs for the final name `name`: incomplete ones
+    and replaced ones. name: a regular expression. Links are ignored."""
     pattern = re.compile(rf"\.({name})(\.[0-9a-f]{{8}})?\.({PARTIAL}|{REPLACED})")
     with suppress(OSError), os.scandir(parent) as entries:
         return sorted(
@@ -51,13 +51,16 @@ def hidden_directories(parent: Path, name: str) -> list[Path]:
 
 
 def asides(directory: Path) -> list[Path]:
-    """Return what programs that were killed have left beside a directory that they wrote."""
+    """Return the hidden directories that killed programs left next to a directory."""
     return hidden_directories(directory.parent, re.escape(directory.name))
 
 
 def present(directory: Path) -> Path:
-    """Return a directory, or what stands for it: if a program was killed while a new one took its
-    place, it is absent, and the new or the old one lies beside it, whole."""
+    """Return a directory, or the complete hidden directory in its place.
+
+    If a program was killed while it replaced the directory, the directory is missing, and the new
+    or the old one is next to it under a hidden name.
+    """
     if directory.exists():
         return directory
     whole = [
@@ -65,26 +68,27 @@ def present(directory: Path) -> Path:
         for aside in asides(directory)
         if aside.suffix == f".{REPLACED}" or (aside / MANIFEST).is_file()
     ]
-    # A new one, if it is known to be whole.
+    # The new one, if it is known to be complete.
     return max(whole, key=lambda aside: aside.suffix == f".{PARTIAL}", default=directory)
 
 
 def named_directory(where: str | Path, *, tokenizer_alone: bool = False) -> Path:
-    """Return the directory that a user names: a path, or org/name[@revision] on the Hugging Face
-    hub. See `present` and `megazoo.hub.local_directory`."""
+    """Return the directory of a path, or of org/name[@revision] on the Hugging Face hub. See
+    `present` and `megazoo.hub.local_directory`."""
     path = present(Path(where))
     return path if path.exists() else local_directory(where, tokenizer_alone=tokenizer_alone)
 
 
 class NoCheckpoint(UserError):
-    """There is no checkpoint where one was looked for."""
+    """The given path does not hold a checkpoint."""
 
 
 def find_checkpoint(path: str | Path) -> Path:
-    """Return the directory of one step: `path` itself, what its `latest` names, or else its newest
-    whole step.
+    """Return the directory of one step: `path` itself, the step that its file `latest` names, or
+    its newest complete step.
 
-    Raises NoCheckpoint if there is none.
+    Raises:
+        NoCheckpoint: if there is no complete step.
     """
     path = present(Path(path))
     if (path / MANIFEST).is_file():
@@ -102,7 +106,7 @@ def find_checkpoint(path: str | Path) -> Path:
 
 
 def has_checkpoint(path: Path) -> bool:
-    """Say whether `find_checkpoint` finds one."""
+    """Return whether `find_checkpoint` finds a step."""
     try:
         find_checkpoint(path)
     except NoCheckpoint:
@@ -111,6 +115,7 @@ def has_checkpoint(path: Path) -> bool:
 
 
 def _age(step: Path) -> tuple[int, str]:
-    """Order steps by their number. What a user has named, step_00000002-best, comes first."""
+    """Return a key to order steps by number. Other names, such as step_00000002-best, come
+    first."""
     number = re.fullmatch(r"\.?step_([0-9]+)(\..*)?", step.name)
     return int(number[1]) if number else -1, step.name.strip(".")

@@ -1,4 +1,4 @@
-"""Reads boxes of global tensors from a checkpoint of any layout."""
+"""Reads boxes of global tensors from a checkpoint of any parallel layout."""
 
 import json
 import stat
@@ -31,13 +31,13 @@ from megazoo.optim.base import MASTER, STATES
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.shard import Box, ParameterSpec, Piece, overlap, volume
 
-# Bytes of the largest manifest that is read; a tensor takes about 300 of them, and the largest
-# model that is built has half a million, its optimizer's states included.
+# Bytes of the largest manifest that is read. A tensor needs about 300 bytes, and the largest
+# supported model has half a million tensors, including its optimizer states.
 LARGEST_MANIFEST = 1 << 28
 
 
 def read_manifest(file: Path) -> dict:
-    """Read a manifest, and check that its checksum is its own; UserError names the file."""
+    """Read a manifest and verify its checksum; UserError names the file."""
     try:
         if file.stat().st_size > LARGEST_MANIFEST:
             raise ValueError(f"it has more than {LARGEST_MANIFEST:,} bytes")
@@ -49,8 +49,8 @@ def read_manifest(file: Path) -> dict:
                 f"and {FOLDED_VERSION}: upgrade megazoo"
             )
         if manifest["crc32"] != manifest_checksum(manifest):
-            raise UserError(f"{file} has changed: its checksum is not its own")
-        json.dumps(manifest, ensure_ascii=False).encode()  # refuses lone surrogates
+            raise UserError(f"{file} is corrupt: its checksum does not match its contents")
+        json.dumps(manifest, ensure_ascii=False).encode()  # raises for lone surrogates
     except UserError:
         raise
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -59,23 +59,34 @@ def read_manifest(file: Path) -> dict:
 
 
 def _without_repeats(pairs: list[tuple]) -> dict:
-    """Make the dictionary of a JSON object, of which each key is to stand there once."""
+    """Return the dictionary of a JSON object; ValueError if a key occurs twice."""
     values = {}
     for key, value in pairs:
         if key in values:
-            raise ValueError(f"{brief(key)} stands there twice")
+            raise ValueError(f"the key {brief(key)} occurs twice")
         values[key] = value
     return values
 
 
 class Checkpoint(TensorSource):
-    """One step on disk, seen as named global tensors of which any box can be read.
+    """Open one checkpoint on disk: named global tensors of which any box can be read.
 
-    path: the step's directory, or the one above for the latest. family, values: the model's family
-    and the fields of its config, as the manifest has them. layout: that of the run that wrote it.
-    tensors: what the manifest says of each. verify: whether what is read from it is compared with
-    the manifest's checksums. Raises UserError if there is no checkpoint, or none that this version
-    reads.
+    Args:
+        path: the directory of a step, or that of the run for its latest step.
+        verify: compare the files that are read with the checksums of the manifest.
+
+    Attributes:
+        family, values: the model's family, and the fields of its config.
+        layout: the parallel layout of the run that wrote it, such as {"tp": 2, "pp": 1, "dp": 2}.
+        tensors: the description of each tensor in the manifest, by name.
+        trainer: the contents of trainer.json.
+
+    Raises:
+        UserError: if there is no checkpoint, or not in a format that this version reads.
+
+    Example:
+        checkpoint = megazoo.checkpoint.Checkpoint("runs/a")
+        print(checkpoint.family, checkpoint.layout, checkpoint.trainer["step"])
     """
 
     def __init__(self, path: str | Path, *, verify: bool = True):
@@ -109,7 +120,7 @@ class Checkpoint(TensorSource):
 
     @property
     def specs(self) -> dict[str, ParameterSpec]:
-        """The shape and cut of every tensor, the optimizer's states among them, by its name."""
+        """The shape and shards of every tensor by name, including the optimizer states."""
         return {name: spec_from_manifest(stored) for name, stored in self.tensors.items()}
 
     @property
@@ -133,12 +144,12 @@ class Checkpoint(TensorSource):
     def read_pieces(
         self, name: str, destination: torch.Tensor, spec: ParameterSpec, pieces: list[Piece]
     ) -> None:
-        """Fill pieces of `destination` from the files of the ranks that wrote parts of them."""
+        """Fill pieces of `destination` from the files of the ranks that wrote them."""
         for file, shape, box, place in self._boxes(name, spec, pieces):
             values = self.files.box(file, name, shape, box)
             if values.dtype != self.dtype_of(name):
                 raise UserError(
-                    f"{self.path / file}: {name} is of {values.dtype}, the manifest says "
+                    f"{self.path / file}: {name} has dtype {values.dtype}, but {MANIFEST} has "
                     f"{self.dtype_of(name)}",
                     exit_code=1,
                 )
@@ -156,9 +167,9 @@ class Checkpoint(TensorSource):
     def _boxes(
         self, name: str, spec: ParameterSpec, pieces: list[Piece]
     ) -> Iterator[tuple[str, tuple[int, ...], Box, tuple[slice, ...]]]:
-        """Yield, for each file that overlaps some pieces of a tensor: the file, the shape of the
-        shard that it has, the box in that shard, and the slices of the destination. UserError if
-        the files don't have all of it."""
+        """Yield, for each file that overlaps some pieces of a tensor: the file, the shape of its
+        shard, the box in that shard, and the slices of the destination. UserError if the files lack
+        elements."""
         stored = self._stored(name)
         stored_spec = spec_from_manifest(stored)
         self.check_shape(name, spec)
@@ -176,11 +187,12 @@ class Checkpoint(TensorSource):
                         missing -= volume(shared)
         if missing:
             raise UserError(
-                f"{self.path}: the files do not hold each element of {name} once", exit_code=1
+                f"{self.path}: some elements of {name} are missing, or are stored more than once",
+                exit_code=1,
             )
 
     def check_shape(self, name: str, spec: ParameterSpec) -> None:
-        """Raise UserError if a tensor is not there, or has another shape than the model's."""
+        """Raise UserError if a tensor is missing, or has another shape than in the model."""
         shape = self._stored(name)["shape"]
         if tuple(shape) != spec.shape:
             raise UserError(
@@ -188,13 +200,17 @@ class Checkpoint(TensorSource):
             )
 
     def file_sizes(self) -> dict[str, int]:
-        """Return the bytes of each file, as the manifest has them."""
+        """Return the size of each file in bytes, as stored in the manifest."""
         return {name: info["size"] for name, info in self._file_infos.items()}
 
     def verify(self, progress: Callable[[int], object] = lambda _: None) -> None:
-        """Read every file; UserError names the first whose checksum is not the manifest's.
+        """Compare all files with their checksums.
 
-        progress: is called with the number of bytes that were just read.
+        Args:
+            progress: called with the number of bytes that were just read.
+
+        Raises:
+            UserError: for the first corrupt file.
         """
         for name in self._file_infos:
             self.check_crc32(name, crc32_of(self.path / name, progress))
@@ -202,17 +218,18 @@ class Checkpoint(TensorSource):
     def check_crc32(self, name: str, crc: int) -> None:
         if crc != self._file_infos[name]["crc32"]:
             raise UserError(
-                f"{self.path / name} has changed: its checksum is not the manifest's", exit_code=1
+                f"{self.path / name} is corrupt: its checksum does not match {MANIFEST}",
+                exit_code=1,
             )
 
     def _stored(self, name: str) -> dict:
-        """Return what the manifest says of a tensor."""
+        """Return the description of a tensor in the manifest."""
         if name not in self.tensors:
             raise UserError(f"{self.path} has no tensor {name}")
         return self.tensors[name]
 
     def _check_files(self) -> None:
-        """Raise UserError if a file of the manifest is missing, or not of the size that it says."""
+        """Raise UserError if a file of the manifest is missing, or has another size."""
         for name, info in self._file_infos.items():
             path = self.path / name
             try:
@@ -223,12 +240,12 @@ class Checkpoint(TensorSource):
                 raise UserError(f"{path} is missing", exit_code=1)
             if status.st_size != info["size"]:
                 raise UserError(
-                    f"{path} has {status.st_size} bytes, the manifest says {info['size']}",
+                    f"{path} has {status.st_size} bytes, but {MANIFEST} has {info['size']}",
                     exit_code=1,
                 )
 
     def _read_checked(self, name: str) -> bytes:
-        """Read a small file, whole; UserError if its checksum is not the manifest's."""
+        """Read a small file; UserError if its checksum does not match the manifest."""
         data = b"".join(pieces_of_file(self.path / name))
         if self.verifies:
             self.check_crc32(name, crc32(data))

@@ -1,4 +1,4 @@
-"""Saving a run, while it waits or in the background: model, optimizer and the trainer's state."""
+"""Saves a run, synchronously or in the background: model, optimizer and trainer state."""
 
 import sys
 from collections.abc import Callable
@@ -36,16 +36,30 @@ def save(
     *,
     keep_last: int = 0,
 ) -> Path:
-    """Write `directory/step_...` from all ranks together; returns its path.
+    """Save a checkpoint of a run, from all ranks together.
 
-    Every (tp, pp) rank writes its parameters once; the ranks along dp and cp share the writing of
-    the optimizer's state. trainer: JSON for trainer.json; its key "run", if it has one, is an id of
-    the run. keep_last: how many steps of this run remain in the directory, this one included; 0:
-    all.
-    Save a run with the weights that it trains: others that were copied into the model, such as
-    averages, become the optimizer's fp32 weights, and training continues from them.
-    Raises UserError on every rank if one fails, or another run is saving there; earlier checkpoints
-    stay as they were.
+    Each (tp, pp) rank writes its parameters once. The ranks along dp and cp share the writing of
+    the optimizer state. If weights were copied into the model, such as averages, they also become
+    the fp32 weights of the optimizer, and training continues from them.
+
+    Args:
+        directory: directory of the run. The checkpoint is its subdirectory `step_00000100`.
+        step: number of the training step.
+        model: the model.
+        optimizer: the optimizer, to resume training; by default only the weights are saved.
+        trainer: further state for trainer.json, in types of JSON. The key "run" is the id of the
+            run.
+        keep_last: number of checkpoints of this run to keep, including this one. 0 keeps all.
+
+    Returns:
+        The path of the checkpoint.
+
+    Raises:
+        UserError: on every rank, if one of them fails, or another run is saving in the directory.
+            Earlier checkpoints are untouched.
+
+    Example:
+        megazoo.checkpoint.save("runs/a", step=100, model=model, optimizer=opt, keep_last=2)
     """
     directory = Path(directory)
     with ExitStack() as stack:
@@ -55,14 +69,29 @@ def save(
 
 
 class Saver:
-    """Saves the steps of a run, each while training waits or, in the background, goes on.
+    """Save the checkpoints of a run, synchronously or in the background.
 
-    background: `save` only copies this rank's share in memory, and waits for the copy; a thread
-    writes it. keep_last: as in `save`. report: is called, on every rank, with the line "saved PATH"
-    when a step is on disk; in the background, by the thread. after: after(step, path) is called on
-    every rank, in the caller's thread, when a step is known to be on disk; of one that was saved in
-    the background this is when the next begins or the context ends. Use it as a context: at its end
-    the last step is on disk, or UserError is raised. Until then no other run can save there.
+    Use it as a context manager. At the end of the block the last checkpoint is on disk, or
+    UserError is raised. Until then no other run can save in the directory.
+
+    Args:
+        directory: directory of the run; None if nothing is saved.
+        model: the model.
+        optimizer: the optimizer.
+        background: `save` only copies this rank's tensors in memory; a thread writes them to disk
+            while training continues.
+        keep_last: number of checkpoints of this run to keep. 0 keeps all.
+        report: called on every rank with the line "saved PATH" when a checkpoint is on disk; in the
+            background, by the thread.
+        after: after(step, path) is called on every rank, in the caller's thread, when a checkpoint
+            is on disk; in the background, before the next one starts or the block ends.
+
+    Example:
+        with megazoo.checkpoint.Saver(Path("runs/a"), model, opt, background=True) as saver:
+            for step in range(1, 101):
+                ...
+                if step % 10 == 0:
+                    saver.save(step, {"run": "a"})
     """
 
     def __init__(
@@ -88,9 +117,13 @@ class Saver:
         self._lock: ExitStack | None = None
 
     def save(self, step: int, trainer: dict, *, may_fail: bool = False) -> None:
-        """Save a step; an earlier one that is still being written is waited for first.
+        """Save a checkpoint, after an earlier one that is still being written.
 
-        may_fail: if it fails, warn on stderr; else UserError is raised, on every rank.
+        Args:
+            step: number of the training step.
+            trainer: further state for trainer.json, in types of JSON.
+            may_fail: print a warning to stderr if saving fails. Otherwise UserError is raised, on
+                every rank.
         """
         self.wait()
         self._step, self._may_fail = step, may_fail
@@ -111,8 +144,8 @@ class Saver:
         return self._finish()
 
     def wait(self) -> None:
-        """Wait until the last step is written; if that failed, raise UserError or warn, as
-        `may_fail` said."""
+        """Wait until the last checkpoint is written. If that failed, warn or raise UserError, by
+        its `may_fail`."""
         if self._thread:
             self._thread.join()
             self._thread = None
@@ -123,7 +156,7 @@ class Saver:
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
-        self._may_fail = kind is not None  # what failed first is what is raised
+        self._may_fail = kind is not None  # raise the first error, not this one
         if kind:
             self.after = lambda *_: None
         try:
@@ -141,8 +174,8 @@ class Saver:
                 self._lock = stack.pop_all()
 
     def _copied(self, contents: "_StepContents") -> "_StepContents":
-        """Copy a step's contents, where those of the last one were; what fails on one rank is the
-        error of all."""
+        """Copy a step's contents to the memory of the previous copies. An error on one rank is
+        raised on all."""
         ctx, copies = self.model.ctx, []
         assert self.directory  # a run that saves has one
         self._copies.forget()
@@ -155,7 +188,7 @@ class Saver:
     def _write_in_thread(self, step: int, contents: "_StepContents") -> None:
         try:
             self._write(step, contents)
-        except BaseException as error:  # nothing else would hear of it
+        except BaseException as error:  # otherwise the error of a thread would be lost
             self._error = UserError(f"the thread that saves step {step} ended: {told(error)}", 1)
 
     def _write(self, step: int, contents: "_StepContents") -> None:
@@ -164,7 +197,7 @@ class Saver:
             self.saved = _write_step(self.directory, step, contents, self.keep_last, self._group)
         except UserError as error:
             self._error = error
-        except Exception as error:  # of the process group, when another rank is gone
+        except Exception as error:  # of the process group, if another rank has ended
             self._error = UserError(f"step {step} was not saved: {told(error)}{UNTOUCHED}", 1)
         else:
             self.report(f"saved {self.saved}")
@@ -180,7 +213,7 @@ class Saver:
 
 
 class _StepContents(NamedTuple):
-    """What this rank writes of a step."""
+    """The contents of a checkpoint that this rank writes."""
 
     ctx: ParallelContext
     family: str
@@ -191,10 +224,10 @@ class _StepContents(NamedTuple):
     adapters: dict  # see `about_adapters`
 
     def copied(self, copies: Copies) -> "_StepContents":
-        """Return the same, in memory of its own on the CPU.
+        """Return a copy in separate memory on the CPU.
 
-        The copies are waited for: whatever then changes parameters or state, by whatever means,
-        changes nothing that is written.
+        It returns when all copies are complete: later changes of parameters or state don't affect
+        them.
         """
 
         def copy(tensor: torch.Tensor | LazyTensor) -> torch.Tensor | LazyTensor:
@@ -231,9 +264,11 @@ def _contents_of_step(
 
 
 def _take_lock(stack: ExitStack, directory: Path, ctx: ParallelContext) -> None:
-    """Have rank 0 hold a directory's lock until the stack is closed; a directory that was made for
-    it goes then, if there is still nothing in it. UserError, on every rank, if another run holds
-    the lock."""
+    """Hold a directory's lock on rank 0 until the stack is closed.
+
+    A directory that was created for it is removed then if it is still empty. UserError, on every
+    rank, if another run holds the lock.
+    """
 
     def take() -> None:
         if not directory.is_dir():
@@ -245,7 +280,7 @@ def _take_lock(stack: ExitStack, directory: Path, ctx: ParallelContext) -> None:
 
 
 def _remove_if_empty(directory: Path) -> None:
-    with suppress(OSError):  # of what lies there
+    with suppress(OSError):  # the directory is not empty
         directory.rmdir()
 
 
@@ -256,7 +291,7 @@ def _write_step(
     keep_last: int,
     group: dist.ProcessGroup | None = None,
 ) -> Path:
-    """Write a step from all ranks; returns its path. group: see `run_together`."""
+    """Write a checkpoint from all ranks, and return its path. group: see `run_together`."""
 
     def complete(staging: Path, written: list[dict]) -> None:
         write_manifest(
@@ -291,12 +326,17 @@ def write_together(
     group: dist.ProcessGroup | None = None,
 ) -> None:
     """Write a directory from all ranks. If one rank fails, all raise the same UserError, and rank 0
-    removes what was begun.
+    removes the incomplete directory.
 
-    begin: on rank 0, the block in which the directory is written, under another name, which it
-    gives. files: on each rank, what that rank writes, as `write_rank` takes it. complete(the
-    directory, what each rank has written): on rank 0, after each rank has checked its own files.
-    group: see `run_together`.
+    Args:
+        directory: directory to write.
+        ctx: parallel context.
+        begin: returns, on rank 0, the context manager in which the directory is written. Its value
+            is the temporary path.
+        files: returns, on each rank, the files that this rank writes: see `write_rank`.
+        complete: complete(path, written) is called on rank 0, after each rank has checked its
+            files. written: the results of `write_rank` of all ranks.
+        group: see `run_together`.
     """
     run = partial(run_together, directory=directory, ctx=ctx, group=group)
     with ExitStack() as stack:
@@ -320,10 +360,10 @@ def run_together(
     *,
     only_rank_zero: bool = False,
 ) -> list:
-    """Do a part of a save on every rank, or on rank 0 alone; returns what `work` returned on each.
+    """Run `work` on every rank, or only on rank 0; return its results of all ranks.
 
-    If one rank fails, all raise the same UserError. group: the process group over which the ranks
-    report to each other; the world's by default.
+    If one rank fails, all raise the same UserError. group: process group in which the ranks
+    exchange their results; by default that of the world.
     """
     value = error = cause = None
     try:
@@ -340,7 +380,7 @@ def run_together(
 
 
 def told(error: BaseException) -> str:
-    """Return the text of an error; with its type, unless it says by itself what is wrong."""
+    """Return the text of an error, with its type unless the text is clear without it."""
     if isinstance(error, OSError):
         return error.strerror or str(error)
     if isinstance(error, UserError) or (

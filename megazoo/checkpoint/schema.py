@@ -1,7 +1,8 @@
-"""What may stand in the files of a checkpoint, and the check that it does.
+"""The schema of the files of a checkpoint, and checks against it.
 
-A manifest and a trainer.json may come from anywhere, and a checksum is easily made anew. So types
-and ranges are checked when they are read, before any of their values names a file or a size.
+A manifest and a trainer.json may come from an untrusted source, and anyone can compute a new
+checksum. So types and ranges are checked when they are read, before a value is used as the name of
+a file or as a size.
 """
 
 import math
@@ -21,7 +22,7 @@ from megazoo.errors import UserError
 from megazoo.files import brief, convert
 from megazoo.optim.base import STATES
 
-MOST = 2**53  # the integers that every reader of JSON has exactly
+MOST = 2**53  # every JSON reader represents integers up to this exactly
 Count = Annotated[int, Meta(ge=0, le=MOST)]
 AtLeast1 = Annotated[int, Meta(ge=1, le=MOST)]
 Ranks = Annotated[int, Meta(ge=1, le=2**20)]
@@ -38,7 +39,8 @@ WandbId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.=~-]{1,128}\Z")]
 
 @dataclass
 class Layout:
-    """The ranks of the run that wrote a checkpoint; folded: along axes that cut its tensors."""
+    """The sizes of the parallel axes of the run that wrote a checkpoint. folded: sizes of the
+    folded axes that shard its tensors."""
 
     tp: Ranks
     pp: Ranks
@@ -48,7 +50,7 @@ class Layout:
 
 @dataclass
 class FileInfo:
-    """What a file's bytes are."""
+    """The size of a file in bytes, and its checksum."""
 
     size: Count
     crc32: Crc32
@@ -56,7 +58,7 @@ class FileInfo:
 
 @dataclass
 class ShardInfo:
-    """How a tensor is cut: see `megazoo.parallel.shard.Shard`."""
+    """How a tensor is sharded: see `megazoo.parallel.shard.Shard`."""
 
     dim: Count
     parts: Annotated[list[AtLeast1], Meta(min_length=1, max_length=1024)]
@@ -66,8 +68,8 @@ class ShardInfo:
 
 @dataclass
 class TensorInfo:
-    """What a tensor is, and the name of its file, with {tp} where the tp rank's number stands, and
-    likewise of other axes."""
+    """The description of a tensor. file: the name of its file, with {tp} in place of the tp rank,
+    and the same for other axes."""
 
     shape: Annotated[list[Count], Meta(max_length=64)]
     dtype: Dtype
@@ -76,13 +78,13 @@ class TensorInfo:
 
     @property
     def cuts(self) -> list[ShardInfo]:
-        """Its cuts, over an axis each."""
+        """The shards of the tensor, one per axis."""
         return self.shard if isinstance(self.shard, list) else [self.shard] if self.shard else []
 
 
 @dataclass
 class AdapterInfo:
-    """What the adapters of a model are: see `megazoo.lora.LoRASettings`."""
+    """The settings of a model's adapters: see `megazoo.lora.LoRASettings`."""
 
     rank: Rank
     alpha: Alpha
@@ -95,8 +97,11 @@ class AdapterInfo:
 
 @dataclass
 class BaseInfo:
-    """Which weights adapters belong to: see base.py. dtype: in which they were summed up. path: the
-    directory that they were read from; None if they were drawn from the seed."""
+    """The base weights of adapters: see base.py.
+
+    dtype: the dtype of the checksum. path: the directory that the weights were read from; None if
+    they were drawn from the seed.
+    """
 
     checksum: Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
     dtype: Dtype
@@ -105,7 +110,7 @@ class BaseInfo:
 
 @dataclass
 class Manifest:
-    """megazoo.json. Other keys are left for later versions of this format."""
+    """The contents of megazoo.json. Unknown keys are ignored: later versions may add some."""
 
     format: Literal[1, 2]  # FORMAT_VERSION or FOLDED_VERSION
     family: str
@@ -120,7 +125,7 @@ class Manifest:
 
 @dataclass
 class LossScaleState:
-    """See `megazoo.optim.loss_scale.LossScale`."""
+    """The state of `megazoo.optim.loss_scale.LossScale`."""
 
     value: Scale
     good_steps: Count
@@ -129,7 +134,7 @@ class LossScaleState:
 
 @dataclass
 class OptimizerState:
-    """What trainer.json has of an optimizer, beside its tensors."""
+    """The optimizer state in trainer.json, in addition to the tensors."""
 
     optimizer_steps: Count
     loss_scale: LossScaleState | None = None
@@ -137,7 +142,7 @@ class OptimizerState:
 
 @dataclass
 class StreamPosition:
-    """Where a streamed source goes on: see `megazoo.data.streaming.Position`."""
+    """The position at which a streamed source resumes: see `megazoo.data.streaming.Position`."""
 
     sample: Count
     epoch: Count
@@ -149,7 +154,7 @@ class StreamPosition:
 
 @dataclass
 class DataSource:
-    """What a source of data was when it was trained on, and where it goes on, if it is streamed."""
+    """The fingerprint of a data source, and its position if it is streamed."""
 
     source: str
     bytes: Count
@@ -160,7 +165,7 @@ class DataSource:
 
 @dataclass
 class TrainingState:
-    """What trainer.json has of a run of the training program. settings: see
+    """The state of the training program in trainer.json. settings: see
     `megazoo.cli.run.settings_to_resume`."""
 
     step: Count
@@ -174,8 +179,8 @@ class TrainingState:
 
 
 def check_manifest(values: dict, file: Path) -> Manifest:
-    """Return a manifest as its dataclass; UserError names `file` and what of it is not of its type,
-    out of its range, or no name of a file."""
+    """Convert a manifest to its dataclass; UserError with `file` for a value of another type, out
+    of range, or that is not a file name."""
     try:
         for part in ("files", "tensors"):
             convert(values.get(part), dict[str, Any], part)
@@ -194,8 +199,8 @@ def check_manifest(values: dict, file: Path) -> Manifest:
 
 
 def check_tensors(manifest: Manifest, file: Path) -> None:
-    """Raise UserError, which names `file`, unless each tensor lies in files that are large enough
-    for it, and each of its elements is owned by one of those that wrote them."""
+    """Raise UserError, which names `file`, unless the files of each tensor are large enough for it,
+    and each of its elements belongs to exactly one of the ranks that wrote them."""
     try:
         _check_tensors(manifest)
     except UserError as error:
@@ -203,7 +208,7 @@ def check_tensors(manifest: Manifest, file: Path) -> None:
 
 
 def _check_file_name(name: str) -> None:
-    """Refuse what is no plain name of a file in the manifest's own directory."""
+    """Raise UserError unless a name is that of a file in the manifest's directory."""
     if "/" in name or name in ("", ".", ".."):
         raise UserError(f"it names a file outside its directory: {name}")
     if "\0" in name or len(name.encode()) > 255:
@@ -211,8 +216,8 @@ def _check_file_name(name: str) -> None:
 
 
 def _check_base(manifest: Manifest) -> None:
-    """Refuse adapters without a base, a base without adapters, and text in them that no terminal
-    and no file's name can have."""
+    """Raise UserError for adapters without a base, a base without adapters, and unprintable
+    text."""
     adapters, base = manifest.adapters, manifest.base
     if (adapters is None) != (base is None):
         missing = "adapters" if adapters is None else "base"
@@ -229,7 +234,7 @@ def _check_tensors(manifest: Manifest) -> None:
     item_sizes = {text: dtype.itemsize for dtype, text in DTYPES.items()}
     sizes = {name: info.size for name, info in manifest.files.items()}
     ranks = {**manifest.layout.folded, "tp": manifest.layout.tp}
-    left: dict[tuple, int] = {}  # bytes of files that no tensor has yet
+    left: dict[tuple, int] = {}  # bytes of files that belong to no tensor yet
     for name, tensor in manifest.tensors.items():
         base, _, state = name.rpartition(".")
         if state in STATES and base in manifest.tensors:
@@ -245,16 +250,16 @@ def _check_tensors(manifest: Manifest) -> None:
 
 
 def _check_same_cut(name: str, tensor: TensorInfo, base: str, parameter: TensorInfo) -> None:
-    """Refuse an optimizer's state that has not the shape, or the cut, of its parameter."""
+    """Raise UserError for an optimizer state with another shape or shard than its parameter."""
     if tensor.shape != parameter.shape:
         raise UserError(f"{name} has shape {tensor.shape}, but {base} has shape {parameter.shape}")
     if tensor.shard != parameter.shard:
-        raise UserError(f"{name} is not cut as {base} is")
+        raise UserError(f"{name} is not sharded like {base}")
 
 
 def _bytes_of_files(name: str, pattern: str, writers: dict[str, int], files: dict[str, int]) -> int:
-    """The bytes of the files that a tensor's writers have, so many along each axis. It ends at the
-    first that is missing, so that it is never longer than the list of files."""
+    """Return the total bytes of the files of a tensor's writers. writers: their number along each
+    axis. The loop ends at the first missing file, so it is never longer than the list of files."""
     for axis, size in writers.items():
         if size > 1 and f"{{{axis}}}" not in pattern:
             raise UserError(f"{name} has one file, {pattern}, for {size} {axis} ranks")
@@ -262,35 +267,35 @@ def _bytes_of_files(name: str, pattern: str, writers: dict[str, int], files: dic
     for place in writing_places(writers):
         file = file_of_rank(pattern, place)
         if file not in files:
-            raise UserError(f"{name}: {file} can't be read: it is none of its files")
+            raise UserError(f"{name}: {file} is not in the list of files")
         total += files[file]
     return total
 
 
 def _elements_held(name: str, tensor: TensorInfo, ranks: dict[str, int]) -> int:
-    """The elements of a tensor that all its writers have, copies included. ranks: along each axis.
+    """Return the number of elements of a tensor on all its writers, including copies.
 
-    Refuses a cut that would leave elements out or give one to two owners. What is not refused here
-    `Shard.cuts` shares out so that each element has one owner.
+    ranks: number of ranks along each axis. UserError for a shard that would omit elements or give
+    one to two owners. For all others `Shard.cuts` gives each element exactly one owner.
     """
     shape, cuts = list(tensor.shape), tensor.cuts
     for what in ("dim", "axis"):
         if len({getattr(cut, what) for cut in cuts}) < len(cuts):
-            raise UserError(f"{name} is cut twice by one {what}")
+            raise UserError(f"{name} is sharded twice by one {what}")
     for cut in cuts:
         if cut.axis not in ranks:
-            raise UserError(f"{name} is cut over {cut.axis}, which the layout has not")
+            raise UserError(f"{name} is sharded over {cut.axis}, which the layout does not have")
         shape[cut.dim] = _length_held(name, tensor, cut, ranks[cut.axis])
     return math.prod(shape)
 
 
 def _length_held(name: str, tensor: TensorInfo, shard: ShardInfo, ranks: int) -> int:
-    """What the ranks of a cut's axis have of its dimension together."""
+    """Return the length of a sharded dimension summed over the ranks, including copies."""
     shape = tensor.shape
     if shard.dim >= len(shape) or sum(shard.parts) != shape[shard.dim]:
         raise UserError(
-            f"{name} has shape {shape}, which parts {shard.parts} of dimension {shard.dim} "
-            "don't make up"
+            f"{name} has shape {shape}, but the parts {shard.parts} of dimension {shard.dim} don't "
+            "add up to it"
         )
     units = shard.units or [1] * len(shard.parts)
     if len(units) != len(shard.parts):
@@ -302,7 +307,7 @@ def _length_held(name: str, tensor: TensorInfo, shard: ShardInfo, ranks: int) ->
             held += part
         elif count == 0 or part % unit or ranks % count:
             raise UserError(
-                f"{name}: {part} in units of {unit} can't be shared by {shard.axis} {ranks}"
+                f"{name}: {part} in units of {unit} can't be sharded over {shard.axis} {ranks}"
             )
         else:
             held += unit * ranks
@@ -310,8 +315,8 @@ def _length_held(name: str, tensor: TensorInfo, shard: ShardInfo, ranks: int) ->
 
 
 def checked_state(trainer: dict, kind: type, file: Path) -> Any:
-    """Return megazoo's own part of a trainer.json as `kind`, OptimizerState or TrainingState; what
-    else a user keeps there is not looked at. UserError names `file`."""
+    """Convert a trainer.json to `kind`, OptimizerState or TrainingState. Other keys, which a user
+    may add, are ignored. UserError names `file`."""
     try:
         return convert(trainer, kind, "")
     except UserError as error:

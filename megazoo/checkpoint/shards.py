@@ -32,13 +32,13 @@ from megazoo.parallel.shard import ParameterSpec
 # A rank's tensors, by file and by global name.
 Files = dict[str, dict[str, tuple[ParameterSpec, torch.Tensor | LazyTensor]]]
 # states_of(entry, writer): the optimizer's states of a parameter on the replica that writes them.
-# The others call it, too, for it may need their help; what they get is not used.
+# The other replicas also call it, because it may be collective; their result is not used.
 StatesOf = Callable[[NamedParameter, int], Mapping[str, torch.Tensor | LazyTensor]]
 
 
 def saved_entries(model: Any) -> list[NamedParameter]:
-    """List the parameters of this rank that a checkpoint holds: all; of a model with attached
-    parameters, such as adapters, these and what else is not frozen."""
+    """Return the parameters of this rank that a checkpoint holds: all; or, in a model with attached
+    parameters such as adapters, only these and the other trained ones."""
     return [
         entry
         for entry in model.entries()
@@ -51,11 +51,12 @@ def files_of_rank(
     weight_of: Callable[[NamedParameter], torch.Tensor | LazyTensor],
     states_of: StatesOf | None,
 ) -> Files:
-    """Return a rank's files and their tensors. A file's name has {tp} where the tp rank stands, and
-    {ep} where the rank stands along an axis, folded into dp x cp, that cuts its tensors.
+    """Return a rank's files and their tensors. A file's name has {tp} in place of the tp rank, and
+    {ep} in place of the rank along a folded axis that shards its tensors.
 
-    Each parameter is written once: by its first replica; a replicated one by tp rank 0, a tied one
-    by the first stage that has it. The replicas share the writing of the optimizer's states.
+    Each parameter is written once, by its first replica. If it is replicated over tp, tp rank 0
+    writes it; if it is tied, the first of its stages. The replicas share the writing of the
+    optimizer's states.
     """
     ctx, files = model.ctx, {}
     owned = [entry for entry in saved_entries(model) if entry.pp_ranks[0] == ctx.pp_rank]
@@ -67,7 +68,7 @@ def files_of_rank(
             weights = {entry.name: (entry.spec, weight_of(entry)) for entry in entries}
             files[f"model_{place}.safetensors"] = weights
         if states_of:
-            # of all that the stage owns, so that tp ranks agree
+            # computed from all parameters of the stage, so that tp ranks agree
             writer_of = _writers(alike, replicas.size)
             states = {}
             for entry in entries:
@@ -99,8 +100,8 @@ def _writers(entries: list[NamedParameter], replicas: int) -> dict[str, int]:
 
 
 def write_rank(directory: Path, files: Files, ctx: ParallelContext) -> dict:
-    """Write one rank's files; returns what the manifest says of them and of their tensors, and the
-    stamps by which `check_rank` knows them again."""
+    """Write one rank's files; return the manifest's entries for the files and their tensors, and
+    the stamps for `check_rank`."""
     infos, stored, stamps = {}, {}, {}
     for pattern, tensors in files.items():
         name = file_of_rank(pattern, ctx.place)
@@ -113,8 +114,7 @@ def write_rank(directory: Path, files: Files, ctx: ParallelContext) -> dict:
 
 
 def check_rank(directory: Path, written: dict) -> None:
-    """Raise UserError if the files that a rank wrote were changed. written: what `write_rank` has
-    returned there."""
+    """Raise UserError if the files of a rank were changed. written: the result of `write_rank`."""
     for name, info in written["files"].items():
         check_unchanged(directory / name, written["stamps"][name], info)
 
@@ -129,10 +129,10 @@ def write_manifest(
     sidecar_files: dict[str, bytes],
     adapters: dict,
 ) -> None:
-    """Write trainer.json, the sidecar files and, last of all, the manifest.
+    """Write trainer.json, the sidecar files and finally the manifest.
 
-    written: what `write_rank` returned on every rank. adapters: what `about_adapters` says of the
-    model. UserError if other files lie there.
+    written: the results of `write_rank` of all ranks. adapters: the result of `about_adapters`.
+    UserError if there are other files in the directory.
     """
     files = {name: info for part in written for name, info in part["files"].items()}
     check_names(directory, set(files))

@@ -1,4 +1,4 @@
-"""What all places have in common that tensors are read from: of each global tensor, any box."""
+"""The base class of all sources of tensors, which can read any box of a global tensor."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -13,12 +13,11 @@ from megazoo.parallel.staging import Upload
 
 
 class TensorSource:
-    """Tensors on disk, opened, by their global names.
+    """Open tensors on disk, by their global names.
 
-    specs: the shape and cut of each. trainer: what the training program saved beside them.
-    sidecar_files: the tokenizer's and the generation's files, which travel along. generation: what
-    generation_config.json says. verifies: whether what is read is compared with checksums: see
-    verifying.py.
+    specs: shape and shards of each tensor. trainer: the contents of trainer.json. sidecar_files:
+    the bytes of tokenizer files and generation_config.json. generation: the values of
+    generation_config.json. verifies: whether files are compared with checksums: see verifying.py.
     """
 
     verifies = False
@@ -35,7 +34,7 @@ class TensorSource:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes that were asked of the files so far."""
+        """Number of bytes read from the files so far."""
         return self.files.bytes_read
 
     @property
@@ -45,12 +44,12 @@ class TensorSource:
 
     @property
     def about_adapters(self) -> dict:
-        """What the manifest of a checkpoint says of adapters, if it holds these alone: see
+        """The entries on adapters in the manifest of a checkpoint that holds only adapters: see
         format.py."""
         return {}
 
     def verify(self, progress: Callable[[int], object] = lambda _: None) -> None:
-        """Read every file. UserError for one that is not as it was written, as far as is known.
+        """Read every file. UserError for a corrupt file, if there are checksums.
 
         progress: is called with the number of bytes that were just read.
         """
@@ -96,8 +95,7 @@ class TensorSource:
     def files_of(
         self, tensors: Iterable[tuple[str, ParameterSpec]], ctx: ParallelContext
     ) -> set[str]:
-        """Return the files in which a rank's parts of some tensors lie, if there are checksums to
-        compare with."""
+        """Return the files with a rank's shards of some tensors; none if there are no checksums."""
         return set()
 
     def check_crc32(self, name: str, crc: int) -> None:
@@ -107,7 +105,7 @@ class TensorSource:
     def read_into(
         self, name: str, destination: torch.Tensor, spec: ParameterSpec, ctx: ParallelContext
     ) -> None:
-        """Fill a rank's part of the global tensor `name`; only the bytes that it owns are read."""
+        """Fill a rank's shard of the global tensor `name`, reading only its bytes."""
         self.read_pieces(name, destination, spec, spec.pieces(ctx.place))
 
     @torch.no_grad()
@@ -119,10 +117,10 @@ class TensorSource:
         entry: NamedParameter,
         ctx: ParallelContext,
     ) -> None:
-        """Fill `destination`, [n], with elements first to last of a rank's part of the global
-        tensor `name`, flattened.
+        """Fill `destination`, [n], with a range of elements of a rank's flattened shard of the
+        global tensor `name`.
 
-        Of the rows that these lie in, only the bytes that the rank owns are read.
+        Only the rows of these elements are read, and of them only the bytes of the rank's shard.
         """
         (first, last), shape = wanted, entry.parameter.shape
         columns = max(1, entry.parameter.numel() // shape[0])

@@ -1,8 +1,8 @@
-"""Checks, beside the reading, that the files of a checkpoint are as they were written.
+"""Verifies the checksums of a checkpoint's files while they are read.
 
-A file is checked once for the whole job, however many ranks read it: each is dealt to one of those
-that read it anyway, so that on several hosts nothing travels twice, and threads of that rank sum it
-up while the rank reads.
+Each file is checked once per job. The check is assigned to one of the ranks that read the file
+anyway, so no file is transferred twice to check it on several hosts. Threads of that rank compute
+the checksum while the rank reads.
 """
 
 from collections.abc import Iterator
@@ -26,9 +26,9 @@ MOST_THREADS = 4
 def verifying(source: TensorSource, files: set[str], ctx: ParallelContext) -> Iterator[None]:
     """Compare the checksums of files with the manifest's while this block reads them.
 
-    Every rank enters, with the files that it reads itself. At the end all raise the same UserError
-    if one of them has changed, or if the block raised an exception on any rank. Where the source
-    has no checksums, or is not to compare them, nothing happens.
+    Every rank enters it, with the files that it reads. At the end all ranks raise the same
+    UserError if a file is corrupt, or if the block raised an exception on any rank. Without
+    checksums, or with verify=False, it does nothing.
     """
     if not source.verifies:
         yield
@@ -66,10 +66,10 @@ def verifying(source: TensorSource, files: set[str], ctx: ParallelContext) -> It
 
 
 def dealt_out(sizes: dict[str, int], read: list[list[str]]) -> list[list[str]]:
-    """Return the files that each rank is to check: each file once, the largest first, by the one of
-    its readers that has the fewest bytes so far.
+    """Return the files that each rank checks. Each file is assigned once, the largest first, to the
+    reader with the fewest bytes so far.
 
-    sizes: bytes of the files. read: for each rank the files that it reads.
+    sizes: bytes of the files. read: the files that each rank reads.
     """
     readers: dict[str, list[int]] = {}
     for rank, files in enumerate(read):
@@ -84,5 +84,5 @@ def dealt_out(sizes: dict[str, int], read: list[list[str]]) -> list[list[str]]:
 
 
 def _gathered(value, ctx: ParallelContext) -> list:
-    """Return every rank's value; this one's alone where there are no others."""
+    """Return the values of all ranks; only this rank's value without a process group."""
     return [value] if ctx.mesh is None else all_gather_objects(value, ctx)

@@ -1,1 +1,1 @@
-"""Calls as other libraries spell them."""
+"""Functions with the names and arguments of other libraries."""

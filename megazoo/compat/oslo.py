@@ -1,4 +1,4 @@
-"""OSLO's way to build a model: one call with a configuration."""
+"""The function `initialize` of OSLO, which builds a model from a configuration."""
 
 from pathlib import Path
 from typing import Any
@@ -16,16 +16,27 @@ SETTINGS = ("enable", "tensor_parallel_size", "pipeline_parallel_size")
 
 
 def initialize(model: Any, config: dict | str | Path | None = None, **options: Any) -> Model:
-    """Build this rank's part of a model, cut as `config` says.
+    """Build this rank's shard of a model, with OSLO's configuration of the parallel layout.
 
-    model: a directory (a checkpoint of any layout, or Hugging Face's), whose weights are read; or,
-    for random weights, a config object (a family's, or of transformers) or the path of a config
-    file (.json or .toml). The name of a preset alone is refused: where transformers would download
-    weights of that name, this would draw random ones.
-    config: a dictionary, or a JSON file, such as {"model_parallelism": {"enable": True,
-    "tensor_parallel_size": 2, "pipeline_parallel_size": 2}}; without, or not enabled, each rank has
-    the whole model. options: as in `from_pretrained` or `from_config`. Replicas are what remains of
-    the world, in `model.ctx`. UserError for what is not known.
+    Args:
+        model: a directory that `megazoo.from_pretrained` accepts, to load its weights; or, for
+            random weights, a config object (of a family or of transformers) or the path of a config
+            file (.json or .toml). The name of a preset is not accepted, because transformers would
+            download trained weights of that name; use `megazoo.from_config`.
+        config: a dictionary or the path of a JSON file; see the example. By default, or with
+            "enable" false, every rank has the complete model.
+        options: other arguments of `megazoo.from_pretrained` or `megazoo.from_config`.
+
+    Returns:
+        The model. `model.ctx` is its parallel context; the data-parallel size is the number of
+        ranks divided by the two sizes.
+
+    Raises:
+        UserError: for an unknown key of the configuration, and as in `megazoo.from_pretrained`.
+
+    Example:
+        sizes = {"enable": True, "tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+        model = megazoo.initialize("path/to/model", {"model_parallelism": sizes})
     """
     if isinstance(config, str | Path):
         config = json_object(Path(config), read_bytes(Path(config)))
@@ -43,12 +54,12 @@ def initialize(model: Any, config: dict | str | Path | None = None, **options: A
 
 
 def _known(settings, names: tuple[str, ...], where: str) -> dict:
-    """Return the settings, a dictionary of known names; UserError for others."""
+    """Return the settings; UserError unless they are a dictionary with only known names."""
     if not isinstance(settings, dict):
         raise UserError(f"{where} must be a dictionary, not {settings!r}")
     for name in settings:
         if name not in names:
             raise UserError(
-                f"{where} has no {name!r}{nearest(name, names)}; there are {', '.join(names)}"
+                f"{where} has no {name!r}{nearest(name, names)}; supported: {', '.join(names)}"
             )
     return settings

@@ -1,4 +1,4 @@
-"""What users call: adapters are added to a model, saved, loaded and merged."""
+"""Functions that add adapters to a model, and save, load and merge them."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -39,19 +39,34 @@ def add(
     *,
     seed: int | None = None,
 ) -> nn.Module:
-    """Give linear layers of a model low-rank adapters, and freeze all else; returns the model.
+    """Add low-rank adapters (LoRA) to linear layers of a model, and freeze all other parameters.
 
-    model: a megazoo model, or a module of your own with ColumnParallelLinear and RowParallelLinear
-    layers; every rank calls it, before the optimizer is made. The head of a classifier stays
-    trained.
-    rank: of the change of each matrix. alpha: the change is multiplied by alpha / rank, or, with
-    rslora, by alpha / sqrt(rank). dropout: of the adapters' inputs.
-    targets: names of what is adapted, or "q,v": our names or Hugging Face's, by their ends ("q",
-    "q_proj", "attention.output", "o_proj", "down"); "all-linear" is every linear layer but the
-    head. Where q, k and v are one matrix in Hugging Face's model (GPT-2, MPT), each of them means
-    that one.
-    seed: of the adapters' initial values, the same on all ranks; by default the model's seed.
-    UserError for a name that is no linear layer of the model, and if it has adapters already.
+    Every rank calls it, before the optimizer is created. The head of a classifier stays trainable.
+
+    Args:
+        model: a megazoo model, or a custom module with ColumnParallelLinear and RowParallelLinear
+            layers.
+        rank: rank of each adapter.
+        alpha: the output of an adapter is multiplied by alpha / rank, or by alpha / sqrt(rank) with
+            rslora.
+        dropout: dropout probability of the adapters' inputs, from 0 to below 1.
+        targets: names of the layers to adapt, also as one string "q,v". They are matched with the
+            ends of megazoo's and Hugging Face's names: "q", "q_proj", "attention.output", "o_proj",
+            "down". "all-linear" means every linear layer except the head. If the Hugging Face model
+            has q, k and v in one matrix (GPT-2, MPT), each of these names means that matrix.
+        rslora: scale by alpha / sqrt(rank), as in rank-stabilized LoRA (Kalajdzievski 2023).
+        seed: seed of the adapters' initial values, the same on all ranks; by default the model's.
+
+    Returns:
+        The model.
+
+    Raises:
+        UserError: if a name matches no linear layer of the model, a value is out of range, or the
+            model has adapters already.
+
+    Example:
+        megazoo.lora.add(model, rank=8, alpha=16, targets=("q", "v"))
+        opt = megazoo.optim.AdamW(model, lr=3e-4)
     """
     if not isinstance(targets, Iterable):
         raise UserError(f"targets must be names such as ('q', 'v'), not {targets!r}")
@@ -61,7 +76,7 @@ def add(
 
 
 def add_by(model: nn.Module, settings: LoRASettings, seed: int | None = None) -> nn.Module:
-    """Give a model the adapters that the settings say: see `add`."""
+    """Add the adapters of the given settings to a model: see `add`."""
     with propagate_errors(_context_of(model)) as call:
         if seed is not None:
             check_number("seed", seed, 0, whole=True)
@@ -73,7 +88,7 @@ def add_by(model: nn.Module, settings: LoRASettings, seed: int | None = None) ->
         settings.check_for(without_memory(model))
     settings.attach(model, seed)
     for _, layer in linear_layers(model):
-        if layer.lora is not None:  # what is evaluated goes on without dropout
+        if layer.lora is not None:  # a model in evaluation mode stays without dropout
             layer.lora.train(layer.training)
     if isinstance(model, Model):
         model.engine.parameters_changed()
@@ -83,22 +98,35 @@ def add_by(model: nn.Module, settings: LoRASettings, seed: int | None = None) ->
 def save(
     model: nn.Module, directory: str | Path, *, base_model_name_or_path: str | None = None
 ) -> None:
-    """Write a model's adapters from all ranks together, as a directory of PEFT's: one that
-    PeftModel.from_pretrained loads, and `load`. The files are the same in every layout.
+    """Save a model's adapters in the format of PEFT, from all ranks together.
 
-    A classifier's head is written beside them. base_model_name_or_path: what PEFT is told of the
-    model that they are for; by default its name on the Hugging Face hub, if it came from there. The
-    tensors have the dtype of the parameters. An adapter that megazoo
-    wrote there before is replaced; UserError, on every rank, for a directory that holds anything
-    else, if there are no adapters, if other weights of a megazoo model are trained, which would be
-    lost, and if one rank fails.
+    PeftModel.from_pretrained and `megazoo.lora.load` load the directory. The files,
+    adapter_config.json and adapter_model.safetensors, are the same in every parallel layout. They
+    include the head of a classifier. The tensors have the dtype of the parameters.
+
+    Args:
+        model: a model with adapters.
+        directory: directory to write. An adapter that megazoo wrote there before is replaced.
+        base_model_name_or_path: name of the base model in adapter_config.json; by default its name
+            on the Hugging Face hub, if it was loaded from there.
+
+    Raises:
+        UserError: on every rank, if one of them fails, if the directory holds other files, if the
+            model has no adapters, or if other weights of a megazoo model are trained, which would
+            be lost.
+
+    Example:
+        megazoo.lora.save(model, "adapter")
+        peft.PeftModel.from_pretrained(base, "adapter")
     """
     directory, ctx = Path(directory), _context_of(model)
     ctx.require_ranks()
     if not has_adapters(model):
-        raise UserError("the model has no adapters to save: megazoo.lora.add gives it some")
+        raise UserError("the model has no adapters to save: add some with megazoo.lora.add")
     if not isinstance(model, Model) and ctx.pp_size > 1:
-        raise UserError("adapters of a module of your own are saved with pp 1 only")
+        raise UserError(
+            f"adapters of a custom module can be saved only with pp 1, not {ctx.pp_size}"
+        )
     settings = settings_of(model)
     if isinstance(model, Model) and not base_model_name_or_path:
         base_model_name_or_path = name_alone(model.weights_path or "")
@@ -121,18 +149,31 @@ def save(
 
 
 def load(model: nn.Module, directory: str | Path, *, verify: bool = True) -> nn.Module:
-    """Give a model the adapters of a directory that PEFT wrote, or `save`, of any layout, or of a
-    checkpoint of a run with adapters; returns the model. Every rank calls it, before the optimizer
-    is made, and reads only what it owns.
+    """Load adapters into a model. Every rank calls it, before the optimizer is created.
 
-    A model without adapters gets what is there, and all else is frozen, as by `add`; one with the
-    same adapters gets their values. What was trained beside them, such as a classifier's head, is
-    read, too, and trained again.
-    The adapters have the dtype of the model's weights. verify: compare what is read with a
-    checkpoint's checksums. UserError, with the name of what is wrong,
-    if they are of another model, tensors are missing or left over, or they change the mathematics
-    in a way that is not supported (DoRA, biases, other trained modules), or the checkpoint says
-    that they belong to another base.
+    A model without adapters gets those of the directory, and all other parameters are frozen, as by
+    `add`. A model that has the same adapters gets the new values. Other weights that were trained
+    with the adapters, such as a classifier's head, are also loaded and stay trainable. Each rank
+    reads only its shard, in the dtype of the model's weights.
+
+    Args:
+        model: a megazoo model, or a custom module with ColumnParallelLinear and RowParallelLinear
+            layers.
+        directory: a directory that PEFT or `megazoo.lora.save` wrote, a checkpoint of a run with
+            adapters in any parallel layout, or org/name[@revision] on the Hugging Face hub.
+        verify: compare the files with the checksums of a checkpoint.
+
+    Returns:
+        The model.
+
+    Raises:
+        UserError: if the adapters belong to another model or (for a checkpoint) to other base
+            weights, if tensors are missing or unexpected, or if the adapters use an unsupported
+            feature of PEFT (DoRA, biases, other trained modules).
+
+    Example:
+        model = megazoo.from_pretrained("EleutherAI/pythia-160m", ctx)
+        megazoo.lora.load(model, "adapter")
     """
     with propagate_errors(_context_of(model)):
         load_from(model, open_adapter(directory, without_memory(model), verify=verify))
@@ -140,7 +181,7 @@ def load(model: nn.Module, directory: str | Path, *, verify: bool = True) -> nn.
 
 
 def load_from(model: nn.Module, source: AdapterSource) -> None:
-    """Give a model the adapters of an open source: see `load`."""
+    """Load the adapters of an open source into a model: see `load`."""
     ctx = _context_of(model)
     with propagate_errors(ctx):
         if isinstance(source, SavedAdapters):
@@ -162,8 +203,7 @@ def load_from(model: nn.Module, source: AdapterSource) -> None:
 
 
 def _check_same(model: nn.Module, source: AdapterSource) -> None:
-    """Raise UserError unless a model's adapters are of the matrices, ranks and scales of a
-    source's."""
+    """Raise UserError unless a model's adapters have the matrices, ranks and scales of a source."""
 
     def adapters(matrices, settings: LoRASettings) -> dict[str, tuple[int, float]]:
         targets = [matrix.target for matrix in matrices]
@@ -179,20 +219,32 @@ def _check_same(model: nn.Module, source: AdapterSource) -> None:
                 for each in (ours, theirs)
             )
             raise UserError(
-                f"{source.path} has other adapters than the model: of {name} the model has {here}, "
-                f"the directory {there}; load it into a model without adapters"
+                f"{source.path} has other adapters than the model: for {name} the model has "
+                f"{here}, the directory {there}; load it into a model without adapters"
             )
 
 
 def merge(model: nn.Module) -> nn.Module:
-    """Add the adapters' changes to the weights, and take the adapters away; returns the model,
-    which computes what it did.
+    """Add the adapters to the weights, and remove them from the model.
 
-    Each sum is made in fp32 and rounded once to the weight's dtype. Nothing is communicated. All
-    parameters are then trained again. UserError if there are no adapters.
+    The model computes the same as before, up to rounding: W + scale * B A is computed in fp32 and
+    rounded once to the weight's dtype. Afterwards all parameters are trainable. There is no
+    communication.
+
+    Args:
+        model: a model with adapters.
+
+    Returns:
+        The model.
+
+    Raises:
+        UserError: if the model has no adapters.
+
+    Example:
+        megazoo.lora.merge(model).save_pretrained("tuned")
     """
     if not has_adapters(model):
-        raise UserError("the model has no adapters to merge: megazoo.lora.add gives it some")
+        raise UserError("the model has no adapters to merge: add some with megazoo.lora.add")
     for _, layer in linear_layers(model):
         if layer.lora is not None:
             layer.lora.merge_into(layer.weight)
@@ -205,20 +257,22 @@ def merge(model: nn.Module) -> nn.Module:
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Say whether a model has adapters; a stage of one may have them on other ranks alone."""
+    """Return whether a model has adapters on any of its ranks. Of a custom module only the layers
+    of this rank count."""
     if isinstance(model, Model):
         return model.attached is not None
     return any(getattr(layer, LORA) is not None for _, layer in linear_layers(model))
 
 
 def without_memory(model: nn.Module) -> nn.Module:
-    """Return a model with all layers, without memory; of a module of one's own, itself."""
+    """Return the model with all layers on the meta device; a custom module is returned as it is."""
     ours = isinstance(model, Model)
     return model.on_meta(model.config, ParallelContext()) if ours else model
 
 
 def settings_of(model: nn.Module) -> LoRASettings:
-    """Return what a model's adapters are; of a module of one's own, as far as they tell it."""
+    """Return the settings of a model's adapters; those of a custom module are inferred from its
+    layers."""
     if isinstance(model, Model):
         assert isinstance(model.attached, LoRASettings)
         return model.attached
@@ -240,20 +294,20 @@ def settings_of(model: nn.Module) -> LoRASettings:
 
 
 def _check_nothing_is_lost(model: nn.Module) -> None:
-    """Raise UserError if a megazoo model trains what is not saved with its adapters. What else a
-    module of one's own trains is the caller's to save."""
+    """Raise UserError if a megazoo model trains parameters that are not saved with its adapters.
+    Other trained parameters of a custom module are not checked: the caller saves them."""
     if not isinstance(model, Model):
         return
     held = {entry.name for entry in _Saved(model).entries()}
     if lost := {entry.name for entry in model.trained_entries()} - held:
         raise UserError(
-            f"{some_of(lost)}: trained beside the adapters, and not saved with them; save a "
-            "checkpoint, or merge (megazoo.lora.merge), or freeze it"
+            f"{some_of(lost)}: trained in addition to the adapters, but not saved with them; save "
+            "a checkpoint, or merge the adapters (megazoo.lora.merge), or freeze the parameters"
         )
 
 
 class _Saved:
-    """Those parameters of a model that are saved with its adapters, as a model of them alone."""
+    """A view of a model that has only the parameters that are saved with its adapters."""
 
     attached = None
 
@@ -269,7 +323,7 @@ class _Saved:
 
 
 def _entries(model: nn.Module) -> Iterator[NamedParameter]:
-    """Yield this rank's parameters that know how they are cut, by their global names."""
+    """Yield this rank's sharded parameters, with their global names."""
     if isinstance(model, Model):
         yield from model.entries()
         return
@@ -281,7 +335,7 @@ def _entries(model: nn.Module) -> Iterator[NamedParameter]:
 
 
 def _context_of(model: nn.Module) -> ParallelContext:
-    """Return the parallel context of a model, or of the layers of a module of one's own."""
+    """Return the parallel context of a model, or of the layers of a custom module."""
     if isinstance(model, Model):
         return model.ctx
     contexts = (layer.ctx for _, layer in linear_layers(model))
@@ -289,9 +343,9 @@ def _context_of(model: nn.Module) -> ParallelContext:
 
 
 def _check_place(directory: Path) -> None:
-    """Raise UserError if a directory holds anything but an adapter that megazoo wrote."""
+    """Raise UserError if a directory holds other files than an adapter that megazoo wrote."""
     if name := foreign_to_adapter(directory):
         raise UserError(
-            f"{directory} is not empty, and holds no adapter of megazoo's writing alone: choose "
-            f"another; it holds {name}"
+            f"{directory} holds {name}, which is not part of an adapter that megazoo wrote: choose "
+            "another directory"
         )

@@ -1,16 +1,16 @@
-"""Low-rank adapters of linear layers (LoRA: Hu et al. 2021), cut over tp as their layers are.
+"""Low-rank adapters of linear layers (LoRA: Hu et al. 2021), sharded over tp like their layers.
 
-The weight W [outputs, inputs] of a layer stays as it is; what is trained is a change of low rank:
+The weight W [outputs, inputs] of a layer is frozen. A low-rank change of it is trained:
 
     y = x W^T + scale * dropout(x) A^T B^T        A [rank, inputs], B [outputs, rank]
 
-An adapter's output is in the same state as its layer's, so that it costs no communication:
+An adapter's output is sharded like that of its layer, so it needs no communication:
 
-    column-parallel    x is whole, y is cut by its outputs: A is on every rank, B is cut as W
-    row-parallel       x is cut by its inputs, y is a partial sum: A is cut as W, B is on every rank
+    column-parallel    x is replicated, y is sharded by outputs: A is replicated, B sharded like W
+    row-parallel       x is sharded by inputs, y is a partial sum: A sharded like W, B is replicated
 
-The factor that every rank has gets only a part of its gradient on each, for the other factor is cut
-there: like other such parts they are summed over tp after the last backward.
+The other factor is sharded, so each rank computes only a part of the gradient of the replicated
+factor. These parts are summed over tp after the last backward.
 """
 
 from collections.abc import Callable, ValuesView
@@ -29,18 +29,19 @@ from megazoo.parallel.shard import ParameterSpec, Shard
 
 
 class Adapter(Layer):
-    """The change of one matrix, of rank `rank`: x -> scale * dropout(x) A^T B^T.
+    """Adapt one matrix with a change of low rank: x -> scale * dropout(x) A^T B^T.
+
+    As in PEFT, the initial values of A are uniform in +-1 / sqrt(inputs), and B is zero, so the
+    adapter does not change the model at first. Dropout draws the same mask in every layout, except
+    if the inputs are sharded: then each tp rank draws a separate mask.
 
     Args:
-        outputs, inputs: of the matrix, over all tp ranks.
-        outputs_cut, inputs_cut: how it is cut over tp: of the two at most one is given.
-        rank, scale, dropout: of the adapter.
-        ctx: parallel context; the ambient one by default.
+        outputs, inputs: sizes of the matrix over all tp ranks.
+        outputs_cut, inputs_cut: how it is sharded over tp; at most one of them is given.
+        rank, scale, dropout: rank of the adapter, factor of its output, dropout probability.
+        ctx: parallel context; by default the ambient one.
 
-    A begins evenly drawn from +-1 / sqrt(inputs), as PEFT draws it; B with zeros: the model is at
-    first what it was. Dropout draws the same mask in every layout, but where the inputs are cut:
-    there each tp rank draws for its own. Shapes: [..., this rank's inputs] -> [..., this rank's
-    outputs].
+    Shapes: [..., this rank's inputs] -> [..., this rank's outputs].
     """
 
     multiplied = ("A", "B")
@@ -62,7 +63,7 @@ class Adapter(Layer):
         super().__init__(ctx)
         self.rank, self.scale = rank, scale
         self.dropout = Dropout(dropout, ctx=ctx)
-        # under sequence parallelism, too: x is gathered by then, the same on each tp rank
+        # also with sequence parallelism: x is gathered by then, the same on each tp rank
         self.dropout.parallel = inputs_cut is not None
         bound = inputs**-0.5
         a = ParameterSpec((rank, inputs), inputs_cut, bound=bound, partial=inputs_cut is None)
@@ -83,15 +84,15 @@ class Adapter(Layer):
 
     @torch.no_grad()
     def change(self) -> torch.Tensor:
-        """Return what the adapter adds to this rank's part of the weight: scale * B A, fp32 [this
-        rank's outputs, this rank's inputs]."""
+        """Return the change of this rank's shard of the weight: scale * B A, fp32 [this rank's
+        outputs, this rank's inputs]."""
         return self.scale * (self.B.float() @ self.A.float())
 
 
 class Adapters(nn.ModuleDict):
-    """The adapters of a layer, by the names of the parts of its outputs that they change.
+    """Hold the adapters of a layer, by the names of the parts of its outputs that they change.
 
-    sizes: the outputs of every part that this rank has. A single part is the whole layer.
+    sizes: number of outputs of each part on this rank. A single part is the complete layer.
     """
 
     same_input = True
@@ -101,7 +102,7 @@ class Adapters(nn.ModuleDict):
     def __init__(self, adapters: dict[str, Adapter], sizes: dict[str, int]):
         super().__init__()
         self.sizes = sizes
-        # past ModuleDict's own check, which refuses a layer that is called "keys"
+        # not through ModuleDict's check, which does not allow a layer with the name "keys"
         self._modules.update(adapters)
 
     def forward(
@@ -114,9 +115,9 @@ class Adapters(nn.ModuleDict):
         recompute: Callable[[torch.Tensor], torch.Tensor] | None = None,
         queue: WeightQueue | AtOnce | None = None,
     ) -> torch.Tensor:
-        """Return what a layer makes of x, with what the adapters add to it; the layer's arguments
-        are those of `megazoo.layers.matmul.linear`. x is entered once, or recomputed once."""
-        if any(adapter.dropout.active for adapter in self.values()):  # each has another x
+        """Return the output of a layer with its adapters. The arguments are those of
+        `megazoo.layers.matmul.linear`; the layer and its adapters share entering and recompute."""
+        if any(adapter.dropout.active for adapter in self.values()):  # each has a different x
             x = enter_tensor_parallel(x, entering) if entering else x
             x = recompute(x) if recompute else x
             y = linear(x, weight, bias, queue=queue)
@@ -128,8 +129,8 @@ class Adapters(nn.ModuleDict):
         return self._added(y, dict(zip(self, inner, strict=True)))
 
     def _added(self, y: torch.Tensor, inner: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return y with each adapter's change added to the part of y that it changes. inner: what
-        the adapters' `project_down` have returned."""
+        """Return y with each adapter's output added to the part of y that it changes. inner: the
+        outputs of the adapters' `project_down`."""
         parts = y.split(list(self.sizes.values()), dim=-1)
         changed = [
             part + self[name].project_up(inner[name]) if name in self else part
@@ -139,8 +140,8 @@ class Adapters(nn.ModuleDict):
 
     @torch.no_grad()
     def merge_into(self, weight: torch.Tensor) -> None:
-        """Add what the adapters change to this rank's part of the layer's weight, in place; the sum
-        is made in fp32 and rounded once."""
+        """Add the adapters to this rank's shard of the layer's weight, in place. The sum is
+        computed in fp32 and rounded once."""
         rows = weight.split(list(self.sizes.values()), dim=0)
         for name, part in zip(self.sizes, rows, strict=True):
             if name in self:

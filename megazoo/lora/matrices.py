@@ -1,5 +1,5 @@
-"""The matrices that adapters change, the shortest names for some of them, and adapters on disk,
-whatever their files are."""
+"""The matrices that adapters change, their shortest names, and the interface of adapters on
+disk."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,8 +14,11 @@ from megazoo.parallel.shard import ParameterSpec
 
 @dataclass(frozen=True)
 class Matrix:
-    """A target with its size, [outputs, inputs], and its place: it is the rows from `first` on of
-    its layer's weight. runs: which of its rows stand where in Hugging Face's."""
+    """A target with its size, [outputs, inputs].
+
+    first: its first row in the weight of its layer. runs: the order of its rows in the Hugging Face
+    model.
+    """
 
     target: Target
     first: int
@@ -29,12 +32,12 @@ class Matrix:
         return f"{self.target.module}.weight"
 
     def specs(self, rank: int) -> dict[str, ParameterSpec]:
-        """Return the global shapes of an adapter's factors, "A" and "B". They say no cut."""
+        """Return the global shapes of an adapter's factors, "A" and "B", without shards."""
         return {"A": ParameterSpec((rank, self.inputs)), "B": ParameterSpec((self.outputs, rank))}
 
 
 def adaptable_matrices(model: nn.Module) -> list[Matrix]:
-    """Return the matrices of a model that can be adapted, of all layers that are here."""
+    """Return the matrices that can be adapted, of all layers of a model on this rank."""
     matrices = []
     for name, layer in linear_layers(model):
         targets, spec = targets_of(model, name, layer), layer.specs["weight"]
@@ -48,13 +51,15 @@ def adaptable_matrices(model: nn.Module) -> list[Matrix]:
 
 
 def adapted(matrices: Iterable[Matrix], settings: LoRASettings) -> list[Matrix]:
-    """Return those that the settings call."""
+    """Return the matrices that the settings adapt."""
     return [matrix for matrix in matrices if any(map(matrix.target.is_called, settings.targets))]
 
 
 def short_names(wanted: list[Target], among: list[Target]) -> tuple[str, ...]:
-    """Return the shortest ends of Hugging Face's names that call the wanted targets, and none
-    besides among these; where only some layers are wanted, the whole names."""
+    """Return the shortest ends of Hugging Face names that match only the wanted targets.
+
+    If a target is wanted only in some layers, its complete names are returned. among: all targets.
+    """
     names, exact = {}, {}
     for target in wanted:
         words = target.theirs.split(".")
@@ -73,10 +78,10 @@ def short_names(wanted: list[Target], among: list[Target]) -> tuple[str, ...]:
 
 
 class AdapterSource(TensorSource):
-    """Adapters on disk: of each factor, by its global name, any box can be read.
+    """Adapters on disk, of which any box of any factor can be read by its global name.
 
-    settings: what the adapters are. matrices: what they change. specs: the global shapes of all
-    that is there: the factors, and what was trained beside them.
+    settings: those of the adapters. matrices: the matrices that they change. specs: global shapes
+    of the factors, and of the other trained parameters.
     """
 
     settings: LoRASettings
@@ -84,6 +89,6 @@ class AdapterSource(TensorSource):
     specs: dict[str, ParameterSpec]
 
     def factors(self, matrix: Matrix) -> dict[str, ParameterSpec]:
-        """Return the shapes of the factors of a matrix' adapter, by their global names: A, B."""
+        """Return the shapes of the factors A and B of a matrix's adapter, by their global names."""
         specs = matrix.specs(self.settings.rank_of(matrix.target))
         return {matrix.target.parameter(factor): spec for factor, spec in specs.items()}

@@ -17,13 +17,13 @@ from megazoo.tokenizer.settings import CHAT_TEMPLATE
 
 
 class MergedSource(ModelSource):
-    """The tensors of a model with what adapters change added to them: W + scale * B A.
+    """The tensors of a model with adapters added: W + scale * B A.
 
-    Each sum is made in fp32, of a few megabytes at a time, and rounded once, to the dtype that is
-    asked for. What was trained beside the adapters takes the place of the model's. config: the
-    merged model's, which is a classifier's if its head is among the adapters. The files that are
-    listed and checked are the model's. UserError if a checkpoint's adapters belong to another base,
-    which is read for this once more.
+    Each sum is computed in fp32, a few megabytes at a time, and rounded once to the requested
+    dtype. Other parameters that were trained with the adapters replace those of the model. config:
+    that of the merged model, a classifier if the adapters include its head. The files that are
+    listed and checked are those of the model. UserError if a checkpoint's adapters belong to
+    another base; to check this, the base is read a second time.
     """
 
     def __init__(self, base: ModelSource, adapters: AdapterSource, config):
@@ -101,7 +101,7 @@ class MergedSource(ModelSource):
     def _change(
         self, matrix: Matrix, rows: tuple[int, int], columns: tuple[int, int]
     ) -> torch.Tensor:
-        """Return rows and columns of what an adapter adds to its matrix: fp32."""
+        """Return rows and columns of the change of a matrix by its adapter: fp32."""
         scale = self.adapters.settings.scale_of(matrix.target)
         (a_name, a_spec), (b_name, b_spec) = self.adapters.factors(matrix).items()
         rank = (0, a_spec.shape[0])

@@ -1,9 +1,9 @@
-"""Adapters in PEFT's files (0.21): adapter_config.json, and the names and shapes of the tensors.
+"""Adapters in the files of PEFT (0.21): adapter_config.json, and the tensors' names and shapes.
 
     base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight       [rank, inputs]
     base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight       [outputs, rank]
 
-Nothing is transposed, of GPT-2's Conv1D neither: there a merge alone turns the change.
+The factors are never transposed, also for GPT-2's Conv1D: only a merge transposes B A.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,18 +31,23 @@ from megazoo.models.hugging_face.names import Run, hf_names
 from megazoo.models.outputs import CLASSIFIER_HEAD
 from megazoo.parallel.shard import ParameterSpec, Piece
 
-PICKLED = "adapter_model.bin"  # of older versions
+PICKLED = "adapter_model.bin"  # older versions of PEFT
 PREFIX = "base_model.model."
 CLASSIFIERS = {"classifier", "score"}  # modules that PEFT trains with any classifier
 
 
 class PEFTDirectory(AdapterSource):
-    """Reads adapters that PEFT wrote, or `megazoo.lora.save`.
+    """Reads adapters that PEFT or `megazoo.lora.save` wrote.
 
-    path: a directory with adapter_config.json and adapter_model.safetensors, or .bin. whole: the
-    model that they are for, all of its layers; on the meta device will do. Which layers have
-    adapters is told by the tensors' names. UserError for what changes the mathematics and is not
-    supported, and for missing and unexpected tensors and other shapes, with their names.
+    The tensors' names show which layers have adapters.
+
+    Args:
+        path: a directory with adapter_config.json, and adapter_model.safetensors or .bin.
+        whole: the base model with all its layers, for example on the meta device.
+
+    Raises:
+        UserError: for a feature of PEFT that is not supported; for missing or unexpected tensors,
+            and for other shapes, with their names.
     """
 
     def __init__(self, path: Path, whole: nn.Module):
@@ -71,7 +76,7 @@ class PEFTDirectory(AdapterSource):
         self._check_complete(all_matrices, type(whole).__name__)
         for name, spec in self.specs.items():
             self.files.check_shape(self._file, self._theirs[name], spec.shape)
-            self.dtype_of(name)  # refuses those of no weights
+            self.dtype_of(name)  # raises for a dtype that weights can't have
 
     def dtype_of(self, name: str) -> torch.dtype:
         return self.files.dtype([(self._file, self._theirs[name])])
@@ -94,12 +99,12 @@ class PEFTDirectory(AdapterSource):
                 self.put(destination[piece.index(((low, high), columns))], values)
 
     def _read_settings(self, targets: list[Target]) -> LoRASettings:
-        """Return the settings; their names call exactly the layers that are here."""
+        """Return the settings. Their target names match exactly the layers of this directory."""
         config, file = self._config, self.path / ADAPTER_CONFIG
         here = [matrix.target for matrix in self.matrices]
         if not here:
             raise UserError(
-                f"{self.path / self._file} has no adapter of a linear layer of this model; it has "
+                f"{self.path / self._file} has no adapter for a linear layer of this model; it has "
                 f"{some_of(self._names) or 'no tensors'}"
             )
         settings = LoRASettings(
@@ -120,8 +125,8 @@ class PEFTDirectory(AdapterSource):
         return settings
 
     def _add_head(self, whole: Any) -> None:
-        """Take a classifier's trained head, if it is there; UserError for other modules that were
-        trained."""
+        """Read a classifier's trained head, if there is one; UserError for other trained
+        modules."""
         modules = set(self._config.modules_to_save or ())
         if not modules:
             return
@@ -129,20 +134,22 @@ class PEFTDirectory(AdapterSource):
         if "score" not in modules or modules - CLASSIFIERS:
             raise UserError(
                 f"{self.path / ADAPTER_CONFIG}: modules_to_save {sorted(modules)} is not "
-                "supported: there is ['score'], of a classifier"
+                "supported; supported: ['score'], the head of a classifier"
             )
         if not labels:
             raise UserError(
-                f"{self.path} is of a classifier: modules_to_save has its score, which this model "
-                "has not; build it with num_labels"
+                f"{self.path} belongs to a classifier: modules_to_save has its head, score, which "
+                "this model lacks; build the model with num_labels"
             )
         self.specs[CLASSIFIER_HEAD] = ParameterSpec((labels, whole.config.hidden_size))
         self._theirs[CLASSIFIER_HEAD] = f"{PREFIX}{CLASSIFIER_HEAD}"
         self._runs[CLASSIFIER_HEAD] = [Run(0, 0, labels)]
 
     def _check_complete(self, matrices: list[Matrix], model: str) -> None:
-        """Raise UserError if a tensor is missing, by the others or by target_modules, or there is
-        one that the model has no place for."""
+        """Raise UserError if a tensor is missing, or one does not belong to the model.
+
+        A tensor is missing if the other factor is there, or target_modules names its layer.
+        """
         wanted = set(self._theirs.values())
         for matrix in matrices:
             names = {tensor_name(matrix.target, factor) for factor in ("A", "B")}
@@ -156,53 +163,56 @@ class PEFTDirectory(AdapterSource):
         if problems:
             raise UserError(
                 f"{self.path / self._file} {' and '.join(problems)}: "
-                f"it is not of this {model} with its {ADAPTER_CONFIG}"
+                f"it does not match this {model} and {ADAPTER_CONFIG}"
             )
 
 
 def weights_file(path: Path) -> str:
-    """Return the name of the file of weights; UserError says what a directory of adapters lacks."""
+    """Return the name of the weight file; UserError with the missing file if there is none."""
     if not path.is_dir():
-        raise UserError(f"{path} is not a directory: give one that holds an adapter")
+        raise UserError(f"{path} is not a directory: pass a directory that holds an adapter")
     if not (path / ADAPTER_CONFIG).is_file():
-        raise UserError(f"{path} is not an adapter's: it lacks {ADAPTER_CONFIG}")
+        raise UserError(f"{path} does not hold an adapter: it lacks {ADAPTER_CONFIG}")
     for name in (ADAPTER_WEIGHTS, PICKLED):
         if (path / name).is_file():
             return name
-    raise UserError(f"{path} is not an adapter's: it lacks {ADAPTER_WEIGHTS}, and {PICKLED}")
+    raise UserError(
+        f"{path} does not hold an adapter: it has neither {ADAPTER_WEIGHTS} nor {PICKLED}"
+    )
 
 
 def labels_in(path: Path) -> int:
-    """Return how many labels the head has that stands beside the adapters of a directory; 0 without
-    one."""
+    """Return the number of labels of the classifier head in a directory of adapters; 0 if there is
+    no head."""
     file, files = weights_file(path), TensorFiles(path)
     head = f"{PREFIX}{CLASSIFIER_HEAD}"
     return files.shape(file, head)[0] if head in files.names(file) else 0
 
 
 def tensor_name(target: Target, factor: str) -> str:
-    """Return PEFT's name of a factor of a target's adapter, "A" or "B"."""
+    """Return the name in PEFT of a factor, "A" or "B", of a target's adapter."""
     return f"{PREFIX}{target.theirs}.lora_{factor}.weight"
 
 
 def runs_of(matrix: Matrix, factor: str, spec: ParameterSpec) -> Sequence[Run]:
-    """Return which rows of a factor, "A" or "B", stand where in PEFT's file: B's as its matrix'."""
+    """Return how the rows of a factor, "A" or "B", are ordered in the file of PEFT: those of B like
+    the rows of its matrix."""
     return matrix.runs if factor == "B" else [Run(0, 0, spec.shape[0])]
 
 
 def _pattern(
     key: str, pattern: dict[str, Any] | None, here: list[Target], default: float, file: Path
 ) -> dict[str, Any]:
-    """Return what rank_pattern or alpha_pattern gives some of the targets, by names that call just
-    these. UserError for a regular expression."""
+    """Return rank_pattern or alpha_pattern with names that match exactly the targets they mean.
+    UserError for a regular expression."""
     for name, value in (pattern or {}).items():
         if not fullmatch(r"[\w.-]+", name):
             raise UserError(
                 f"{file}: {key} has the regular expression {brief(name)}, which is not supported: "
-                "give names of modules, or their ends"
+                "use names of modules, or their ends"
             )
         if not isfinite(value):
-            raise UserError(f"{file}: {key} of {name} is {value}")
+            raise UserError(f"{file}: {key} of {name} is {value}: it must be finite")
 
     def value_of(target: Target) -> float:
         values = (pattern or {}).items()
@@ -213,8 +223,8 @@ def _pattern(
 
 
 def _by_name(values: Mapping[Target, float], default: float) -> dict[str, float]:
-    """Return the values that are not the default by the shortest names that call their targets and
-    no other of these."""
+    """Return the values that differ from the default, by the shortest names that match only their
+    targets."""
     others = dict.fromkeys(value for value in values.values() if value != default)
     return {
         name: other
@@ -230,10 +240,11 @@ def write_adapters(
     directory: Path,
     base_model_name_or_path: str | None = None,
 ) -> None:
-    """Write PEFT's two files into a directory that is there, a piece of a tensor at a time.
+    """Write adapter_config.json and adapter_model.safetensors into an existing directory. Tensors
+    are streamed.
 
-    source: has the adapters of `whole`, by their global names, and a classifier's head. settings:
-    the adapters'.
+    source: has the adapters of `whole` and a classifier's head, by their global names. settings:
+    those of the adapters.
     """
     matrices, tensors = adapted(adaptable_matrices(whole), settings), {}
 
@@ -257,7 +268,7 @@ def write_adapters(
 def peft_config(
     whole: nn.Module, settings: LoRASettings, base_model_name_or_path: str | None = None
 ) -> dict[str, Any]:
-    """Return what adapter_config.json says of a model's adapters."""
+    """Return the contents of adapter_config.json for a model's adapters."""
     targets = [matrix.target for matrix in adaptable_matrices(whole)]
     here = [matrix.target for matrix in adapted(adaptable_matrices(whole), settings)]
     is_classifier = labels_of(whole) > 0
@@ -284,13 +295,13 @@ def peft_config(
 
 
 def _plain(alpha: float) -> float:
-    """Return an alpha as PEFT has it: an int, if it is whole."""
+    """Return an alpha as PEFT writes it: as an int if it is whole."""
     return int(alpha) if alpha == int(alpha) else alpha
 
 
 def _is_transposed(whole: nn.Module, target: Target) -> bool:
-    """Say whether Hugging Face's model has the matrix as [inputs, outputs]."""
+    """Return whether the Hugging Face model stores the matrix as [inputs, outputs]."""
     try:
         return hf_names(type(whole), f"{target.module}.weight").transposed
-    except (AttributeError, KeyError):  # a model of one's own has no table, or not this layer
+    except (AttributeError, KeyError):  # a custom model has no table, or not this layer
         return False

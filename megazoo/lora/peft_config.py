@@ -1,4 +1,4 @@
-"""What PEFT's adapter_config.json (0.21) says, and which modules PEFT adapts by it."""
+"""Reads adapter_config.json of PEFT (0.21), and finds which modules PEFT adapts."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,13 +17,13 @@ WITHOUT_EFFECT = {
     "fan_in_fan_out", "inference_mode", "loftq_config", "lora_ga_config", "megatron_core",
     "peft_version", "qalora_group_size", "revision", "runtime_config", "task_type",
 }  # fmt: skip
-# Initial values of which the weights beside the adapter stay as they were.
+# Initial values that leave the base weights unchanged.
 INITIAL_VALUES = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 @dataclass
 class AdapterConfig:
-    """The keys of adapter_config.json that are read. Others are refused, unless they are without
+    """The keys of adapter_config.json that are read. Other keys raise an error, unless they have no
     effect."""
 
     peft_type: str
@@ -42,7 +42,8 @@ class AdapterConfig:
     layers_pattern: list[str] | str | None = None
 
     def is_target(self, name: str) -> bool:
-        """Say whether PEFT adapts a module, by target_modules and what narrows it."""
+        """Return whether PEFT adapts a module, by target_modules, exclude_modules and
+        layers_to_transform."""
         wanted = [] if self.target_modules is None else self.target_modules
         layers = self.layers_to_transform
         if self.exclude_modules and _matches(name, self.exclude_modules):
@@ -51,7 +52,7 @@ class AdapterConfig:
             return wanted.lower() == ALL or _matches(name, wanted)
         if name in wanted or layers in (None, []):
             return _matches(name, wanted)
-        # without a name of the layers' list the first number is the layer's
+        # without layers_pattern, the first number in the name is the layer's
         patterns = _listed(self.layers_pattern or r"[^.]*")
         found = (search(rf"\.{pattern}\.(\d+)\.", name) for pattern in patterns)
         number = next((int(match[1]) for match in found if match), None)
@@ -59,11 +60,11 @@ class AdapterConfig:
 
 
 def read_config(file: Path) -> AdapterConfig:
-    """Read adapter_config.json; UserError names a key that is not supported."""
+    """Read adapter_config.json; UserError for a key that is not supported."""
     values = json_object(file, read_bytes(file))
     if values.get("peft_type") != "LORA":
         raise UserError(
-            f"{file}: peft_type is {brief(values.get('peft_type'))}: LORA alone is supported"
+            f"{file}: peft_type is {brief(values.get('peft_type'))}: only LORA is supported"
         )
     known = AdapterConfig.__dataclass_fields__.keys()
     for key in sorted(values.keys() - known - WITHOUT_EFFECT):
@@ -78,17 +79,17 @@ def read_config(file: Path) -> AdapterConfig:
         raise UserError(f"{file}: bias {brief(config.bias)} is not supported: it must be 'none'")
     if config.init_lora_weights not in INITIAL_VALUES:
         raise UserError(
-            f"{file}: init_lora_weights {brief(config.init_lora_weights)} is not supported: it has "
-            "changed the weights beside the adapter; save it converted, as PEFT can"
+            f"{file}: init_lora_weights {brief(config.init_lora_weights)} is not supported: it "
+            "changes the base weights; save the adapter converted to LoRA with PEFT"
         )
     return config
 
 
 def _check_targets(config: AdapterConfig, file: Path) -> None:
-    """Refuse what does not say by itself which modules PEFT adapts."""
+    """Raise UserError if the file does not determine which modules PEFT adapts."""
     if config.target_modules is None:
         raise UserError(
-            f"{file}: it has no target_modules: which PEFT takes depends on its version"
+            f"{file}: target_modules is missing: its default depends on the version of PEFT"
         )
     if config.layers_to_transform is not None and isinstance(config.target_modules, str):
         raise UserError(
@@ -102,22 +103,23 @@ def _check_targets(config: AdapterConfig, file: Path) -> None:
         except (PatternError, OverflowError) as error:
             reason = str(error).partition("\n")[0]
             raise UserError(
-                f"{file}: {key} {brief(pattern)} is no regular expression: {reason}"
+                f"{file}: {key} {brief(pattern)} is not a regular expression: {reason}"
             ) from None
     for pattern in _listed(config.layers_pattern or []):
         if not fullmatch(r"\w+", pattern):
             raise UserError(
-                f"{file}: layers_pattern {brief(pattern)} is not supported: give a name"
+                f"{file}: layers_pattern {brief(pattern)} is not supported: use a plain name"
             )
 
 
 def _matches(name: str, modules: list[str] | str) -> bool:
-    """Say whether a module is one of PEFT's: by a regular expression, or by the ends of names."""
+    """Return whether a module's name matches a regular expression (str), or ends in one of the
+    names (list)."""
     if isinstance(modules, str):
         return fullmatch(modules, name) is not None
     return any(f".{name}".endswith(f".{each}") for each in modules)
 
 
 def _listed(value: Any) -> list:
-    """Return a list as it is, and what may stand in place of one as a list."""
+    """Return a list as it is, and another value as a list with one element."""
     return value if isinstance(value, list) else [value]

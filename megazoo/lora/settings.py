@@ -1,7 +1,7 @@
-"""Which layers of a model get low-rank adapters, what these are called, and how they are attached.
+"""The settings of adapters: which layers they adapt, their names, and how they are attached.
 
-A target is a matrix that Hugging Face's model has as one: of LLaMA's qkv each of q, k and v, of
-GPT-2's the whole.
+A target is one matrix of the Hugging Face model. In LLaMA, q, k and v are three targets of the qkv
+layer; in GPT-2, the qkv layer is one target.
 """
 
 import math
@@ -25,17 +25,21 @@ from megazoo.parallel.shard import Shard
 LinearLayer = ColumnParallelLinear | RowParallelLinear
 
 ALL = "all-linear"  # PEFT's name for every target
-LORA = "lora"  # what a layer calls its adapters; so it stands in the names of their parameters
+LORA = "lora"  # the attribute of a layer with its adapters, and part of their parameters' names
 
 
 @dataclass(frozen=True)
 class LoRASettings:
-    """What the adapters of a model are.
+    """Hold the settings of a model's adapters.
 
-    rank, alpha: the scale is alpha / rank, or, with rslora, alpha / sqrt(rank) (Kalajdzievski
-    2023). dropout: of x, on the way to A. targets: names of what is adapted: see `Target`; or
-    "all-linear". rank_pattern, alpha_pattern: other ranks and alphas of some targets, by their
-    names.
+    Args:
+        rank: rank of each adapter.
+        alpha: the scale is alpha / rank, or alpha / sqrt(rank) with rslora.
+        dropout: dropout probability of the adapters' inputs.
+        targets: names of the layers to adapt, as in `megazoo.lora.add`.
+        rslora: rank-stabilized LoRA (Kalajdzievski 2023).
+        rank_pattern: ranks of single targets, by their names; otherwise `rank`.
+        alpha_pattern: alphas of single targets, by their names; otherwise `alpha`.
     """
 
     rank: int = 8
@@ -47,30 +51,32 @@ class LoRASettings:
     alpha_pattern: dict[str, float] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Raise UserError for a value that makes no adapter."""
+        """Raise UserError for a value that is out of range."""
         for rank in (self.rank, *self.rank_pattern.values()):
             check_number("rank", rank, 1, whole=True)
         for alpha in (self.alpha, *self.alpha_pattern.values()):
             check_number("alpha", alpha, 0)
             if alpha == 0:
-                raise UserError("alpha 0 would take away all that adapters learn: give more")
+                raise UserError("alpha 0 would disable the adapters: it must be above 0")
         check_number("dropout", self.dropout, 0, 1)
         if not self.targets:
-            raise UserError("targets names nothing to adapt: give names such as q,v")
+            raise UserError("targets is empty: pass names of layers, such as q,v")
 
     def check_for(self, whole: nn.Module) -> None:
-        """Raise UserError for a value that makes no adapter, and for a name that calls none of a
-        model's targets. whole: the model, all of its layers; on the meta device will do."""
+        """Raise UserError for a value that is out of range, and for a name that matches no target.
+
+        whole: the model with all its layers, for example on the meta device.
+        """
         self.check()
         called = (*self.targets, *self.rank_pattern, *self.alpha_pattern)
         check_targets(all_targets(whole), called)
 
     def attach(self, model: nn.Module, seed: int | None = None) -> None:
-        """Give the layers of a model that the targets call their adapters, and freeze all else but
-        a classifier's head.
+        """Attach adapters to the layers that the targets name, and freeze all other parameters
+        except a classifier's head.
 
         The initial values depend only on the seed and the parameters' names. seed: by default the
-        model's; 0 for a custom module.
+        model's seed, or 0 for a custom module.
         """
         if seed is None:
             seed = model.seed if isinstance(model, Model) else 0
@@ -94,19 +100,20 @@ class LoRASettings:
         return next((a for t, a in self.alpha_pattern.items() if target.is_called(t)), self.alpha)
 
     def scale_of(self, target: "Target") -> float:
-        """Return what the output of a target's adapter is multiplied by."""
+        """Return the scale of a target's adapter: the factor of its output."""
         rank = self.rank_of(target)
         return self.alpha_of(target) / (math.sqrt(rank) if self.rslora else rank)
 
 
 @dataclass(frozen=True)
 class Target:
-    """A matrix that can be adapted.
+    """Hold the names of a matrix that can be adapted.
 
-    module: the global name of its layer. part: what of the layer it is: one of its parts, or the
-    layer's own last name for all of it. theirs: Hugging Face's name of it; our own, where there is
-    none. names: all by which it can be called, by their ends: "q" calls what "attention.q" does.
-    grouped: Hugging Face's has its rows in another order (see HFNames).
+    module: global name of its layer. part: name of the part of the layer, such as "q"; the last
+    part of the layer's name if the target is the complete layer. theirs: name in the Hugging Face
+    model; megazoo's name if there is none. names: all its names; a user may write the end of one,
+    "q" for "attention.q". grouped: the Hugging Face model orders the rows differently (see
+    HFNames).
     """
 
     module: str
@@ -116,40 +123,40 @@ class Target:
     grouped: bool = False
 
     def is_called(self, name: str) -> bool:
-        """Say whether a user's name calls this target."""
+        """Return whether a user's name matches this target."""
         return name == ALL or any(f".{own}".endswith(f".{name}") for own in self.names)
 
     def parameter(self, factor: str) -> str:
-        """Return the global name of a factor of its adapter, "A" or "B"."""
+        """Return the global name of a factor, "A" or "B", of its adapter."""
         return f"{self.module}.{LORA}.{self.part}.{factor}"
 
 
 def is_adapter(name: str) -> bool:
-    """Say whether a parameter of this global name is an adapter's."""
+    """Return whether a global name is that of an adapter's parameter."""
     return f".{LORA}." in name
 
 
 def labels_of(model: nn.Module) -> int:
-    """Return how many labels a model tells apart, if it is a classifier of ours; else 0."""
+    """Return the number of labels of a megazoo classifier; 0 for other models."""
     return getattr(getattr(model, "config", None), "num_labels", 0)
 
 
 def linear_layers(model: nn.Module) -> Iterator[tuple[str, LinearLayer]]:
-    """Yield the layers that can be adapted, with their names in the model; one that is the whole
-    model has none."""
+    """Yield the layers that can be adapted, with their names in the model. A model that is itself a
+    linear layer yields nothing."""
     for name, module in model.named_modules():
         if name and isinstance(module, LinearLayer):
             yield name, module
 
 
 def targets_of(model: nn.Module, name: str, layer: LinearLayer) -> list[Target]:
-    """Return the targets of a layer, in the order of its outputs. name: of the layer."""
+    """Return the targets of the layer `name`, in the order of its outputs."""
     parent, _, last = name.rpartition(".")
     above = f"{parent}." if parent else ""
     parts = getattr(layer, "part_names", ())
     try:
         table = hf_names(type(model), f"{name}.weight")
-    except (AttributeError, KeyError):  # a model of one's own has no table, or not this layer
+    except (AttributeError, KeyError):  # a custom model has no table, or not this layer
         table = HFNames(f"{name}.weight")
     theirs = [each.removesuffix(".weight") for each in table.names]
     if len(theirs) > 1 and len(theirs) == len(parts):
@@ -163,18 +170,18 @@ def targets_of(model: nn.Module, name: str, layer: LinearLayer) -> list[Target]:
 
 
 def all_targets(model: nn.Module) -> list[Target]:
-    """Return the targets of all layers of a model that are here."""
+    """Return the targets of all layers of a model on this rank."""
     return [
         target for name, layer in linear_layers(model) for target in targets_of(model, name, layer)
     ]
 
 
 def check_targets(targets: list[Target], wanted: Iterable[str]) -> None:
-    """Raise UserError for a name that calls none of the targets."""
+    """Raise UserError for a name that matches none of the targets."""
     if not targets:
         raise UserError(
-            "the model has no layers to adapt: give a module that has ColumnParallelLinear or "
-            "RowParallelLinear layers within"
+            "the model has no layers to adapt: pass a module that contains ColumnParallelLinear or "
+            "RowParallelLinear layers"
         )
     for name in wanted:
         if not any(target.is_called(name) for target in targets):
@@ -182,8 +189,8 @@ def check_targets(targets: list[Target], wanted: Iterable[str]) -> None:
                 last for target in targets for last in (target.part, target.theirs.split(".")[-1])
             )
             raise UserError(
-                f"the target {name!r} is no linear layer of the model{nearest(name, known)}; "
-                f"there are {', '.join(known)}, and {ALL}"
+                f"the target {name!r} is not a linear layer of the model{nearest(name, known)}; "
+                f"supported: {', '.join(known)}, and {ALL}"
             )
 
 
@@ -194,7 +201,7 @@ def _attach_to(
     settings: LoRASettings,
     seed: int,
 ) -> None:
-    """Give a layer its adapters. targets: all that it has; called: those that are adapted."""
+    """Attach adapters to a layer. targets: all targets of the layer; called: those to adapt."""
     spec, adapters = layer.specs["weight"], {}
     columns, rows = spec.shape[1], spec.shape[0]
     is_row_parallel = isinstance(layer, RowParallelLinear)
@@ -228,8 +235,8 @@ def _attach_to(
 
 
 def _fill(adapter: Adapter, target: Target, weight: torch.Tensor, seed: int) -> None:
-    """Give an adapter's parameters the device and dtype of its layer's weight, and their initial
-    values. On the meta device there are none."""
+    """Allocate an adapter's parameters with the device and dtype of its layer's weight, and
+    initialize them unless they are on the meta device."""
     for factor, spec in adapter.specs.items():
         shape = getattr(adapter, factor).shape
         parameter = nn.Parameter(torch.empty(shape, dtype=weight.dtype, device=weight.device))

@@ -1,4 +1,4 @@
-"""Adapters on disk: those of checkpoints, and what opens them, whatever wrote them."""
+"""Adapters on disk: reads those of checkpoints, and opens adapters in any supported format."""
 
 from dataclasses import fields, replace
 from functools import cached_property
@@ -17,18 +17,18 @@ from megazoo.models.source import HoldsAdapters, ModelSource, SavedSource
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.shard import ParameterSpec
 
-# Fields of a config in which a model and its base may differ: a classifier is made of a language
-# model.
+# Fields in which the configs of a model and its base may differ: the base of a classifier may be a
+# language model.
 OF_A_CLASSIFIER = ("num_labels", "pad_token_id", "problem_type")
 
 
 class SavedAdapters(SavedSource, AdapterSource):
-    """A checkpoint of a model with adapters: these alone, and what else was trained. UserError if
-    its tensors are not what its config and its settings say, or if it holds a whole model.
+    """A checkpoint of a model with adapters. It holds only these and the other trained parameters.
 
-    settings: what the adapters are. base_path: the directory that the base was read from, if it was
-    not drawn from the seed. `specs` has what is held by its global names, the score.weight of a
-    classifier, too. megazoo/checkpoint/base.py compares the base.
+    settings: those of the adapters. base_path: the directory of the base model; None if the base
+    was drawn from the seed. specs: all tensors by their global names, also score.weight of a
+    classifier. megazoo/checkpoint/base.py compares the base. UserError if the tensors don't match
+    the config and the settings, or if the checkpoint holds a complete model.
     """
 
     @property
@@ -54,20 +54,20 @@ class SavedAdapters(SavedSource, AdapterSource):
 
     def _check_kind(self) -> None:
         if not self.about_adapters:
-            raise UserError(f"{self.path} has no adapters: it holds a whole model")
+            raise UserError(f"{self.path} has no adapters: it holds a complete model")
 
     def _check_config(self) -> None:
         stored = self.manifest["adapters"]
         unknown = stored.keys() - {f.name for f in fields(LoRASettings)}
         if unknown:
-            raise UserError(f"adapters has the unknown {min(unknown)}: upgrade megazoo")
+            raise UserError(f"adapters has the unknown key {min(unknown)}: upgrade megazoo")
         values: dict[str, Any] = {**stored, "targets": tuple(stored["targets"])}
         self.settings = LoRASettings(**values)
         self.settings.check_for(self.model.on_meta(self.config, ParallelContext()))
 
 
 def open_model_or_adapters(path: str | Path, *, verify: bool = True) -> ModelSource:
-    """Open what `open_source` does, or a checkpoint that holds adapters alone."""
+    """Open a model as `open_source` does, or a checkpoint that holds only adapters."""
     try:
         return open_source(path, verify=verify)
     except HoldsAdapters as error:
@@ -77,8 +77,11 @@ def open_model_or_adapters(path: str | Path, *, verify: bool = True) -> ModelSou
 def open_beside(
     path: str | Path, base: ModelSource, *, verify: bool = True
 ) -> tuple[AdapterSource, object]:
-    """Open adapters for a model on disk; returns them, and the model's config: of a classifier, if
-    its head is among them. Arguments and errors as in `open_adapter`."""
+    """Open adapters for a model on disk; return them and the model's config.
+
+    The config is that of a classifier if the adapters include its head. The arguments and errors
+    are those of `open_adapter`.
+    """
     path = named_directory(path)
     if _is_checkpoint(path):
         adapters = SavedAdapters(path, verify=verify)
@@ -94,12 +97,16 @@ def open_beside(
 
 
 def open_adapter(path: str | Path, whole: Any, *, verify: bool = True) -> AdapterSource:
-    """Open the adapters of a directory for a model; nothing is read yet but what they are.
+    """Open the adapters of a directory for a model. Only their settings are read now.
 
-    path: PEFT's directory, or one of `megazoo.lora.save`; or a checkpoint of a run with adapters.
-    whole: the model, all of its layers; on the meta device will do. verify: whether a checkpoint's
-    files are compared with its checksums. UserError if there are no adapters, none of this model,
-    or of a kind that is not supported.
+    Args:
+        path: a directory that PEFT or `megazoo.lora.save` wrote, or a checkpoint of a run with
+            adapters.
+        whole: the model with all its layers, for example on the meta device.
+        verify: compare the files with the checksums of a checkpoint.
+
+    Raises:
+        UserError: if there are no adapters, if they belong to another model, or are not supported.
     """
     path = named_directory(path)
     if not _is_checkpoint(path):
@@ -107,34 +114,35 @@ def open_adapter(path: str | Path, whole: Any, *, verify: bool = True) -> Adapte
     source = SavedAdapters(path, verify=verify)
     if source.model is not type(whole):
         raise UserError(
-            f"{path} has adapters of a {source.model.__name__}, not of a {type(whole).__name__}"
+            f"{path} has adapters for a {source.model.__name__}, not for a {type(whole).__name__}"
         )
     _check_config(whole.config, "the model", source)
     return source
 
 
 def check_configs(base: ModelSource, adapters: SavedAdapters) -> None:
-    """Refuse a base that is another model: the weights alone don't tell what is computed of
-    them."""
+    """Raise UserError if a base has another family or config than the adapters. (The checksum of
+    the weights does not cover the config.)"""
     if base.model is not adapters.model:
         raise UserError(
-            f"{base.path} is a {base.model.__name__}, but {adapters.path} has adapters of a "
+            f"{base.path} is a {base.model.__name__}, but {adapters.path} has adapters for a "
             f"{adapters.model.__name__}"
         )
     _check_config(base.config, str(base.path), adapters)
 
 
 def _check_config(config, origin: str, adapters: SavedAdapters) -> None:
-    """Refuse a config of the same family with another value. origin: where it is from."""
+    """Raise UserError if a config of the same family has another value. origin: the name of its
+    source in the error."""
     for f in fields(adapters.config):
-        ours, theirs = getattr(config, f.name), getattr(adapters.config, f.name)
-        if ours != theirs and not f.name.endswith("dropout") and f.name not in OF_A_CLASSIFIER:
+        base, stored = getattr(config, f.name), getattr(adapters.config, f.name)
+        if base != stored and not f.name.endswith("dropout") and f.name not in OF_A_CLASSIFIER:
             raise UserError(
-                f"{f.name} is {ours} in {origin}, but {theirs} in {adapters.path}, "
-                "whose base it is to be"
+                f"{f.name} is {base} in {origin}, but {stored} in {adapters.path}: they must be "
+                "equal in a base and its adapters"
             )
 
 
 def _is_checkpoint(path: Path) -> bool:
-    """Say whether a directory holds a checkpoint, and no adapters of PEFT's."""
+    """Return whether a directory holds a checkpoint, and no adapters in the format of PEFT."""
     return has_checkpoint(path) and not (path / ADAPTER_CONFIG).is_file()

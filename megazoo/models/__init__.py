@@ -1,4 +1,4 @@
-"""The zoo: which families there are, and how one is built by name."""
+"""The model families of megazoo, and the functions that build and load models."""
 
 from megazoo.models.base import Model
 from megazoo.models.config import ModelConfig

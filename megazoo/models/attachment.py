@@ -1,4 +1,4 @@
-"""What can be attached to a model beside its own weights, as far as models ask of it."""
+"""The interface of additional parameters, such as adapters, that can be attached to a model."""
 
 from typing import Protocol
 
@@ -6,12 +6,15 @@ from torch import nn
 
 
 class Attachment(Protocol):
-    """A dataclass of plain values, which a checkpoint keeps, such as megazoo.lora.LoRASettings."""
+    """A dataclass of plain values that a checkpoint stores, such as megazoo.lora.LoRASettings."""
 
     def check_for(self, whole: nn.Module) -> None:
-        """Raise UserError if it can't be attached. whole: the model, all of its layers; on the meta
-        device will do."""
+        """Raise UserError if it can't be attached. whole: the model with all its layers, for
+        example on the meta device."""
 
     def attach(self, model: nn.Module) -> None:
-        """Give this rank's stages of a model their modules, of whose parameters the specs say
-        `added`, and freeze all else but a classifier's head. `model.attached` is this, then."""
+        """Add its modules to this rank's stages of a model, and set `model.attached`.
+
+        The specs of the new parameters have `added` set. All other parameters are frozen, except a
+        classifier's head.
+        """

@@ -1,6 +1,6 @@
-"""What the stages of every model share: building, ties, layers, and the calls that users make.
+"""The base class of all models: how stages are built, tied parameters, layers, and generation.
 
-The model's own file has the forward of a stage, which PipelineRun.forward calls
+Each family implements the forward of a stage, which PipelineRun.forward calls
 (engine/pipeline.py)."""
 
 from collections.abc import Callable, Iterator, Sequence
@@ -44,41 +44,46 @@ from megazoo.parallel.recompute import MODES, recomputed
 from megazoo.parallel.shard import ParameterSpec
 from megazoo.parallel.stages import Stage, cut_into_stages
 
-# A family or a user that overrides these on the model would not be heard.
+# The model's head defines these; an override on the model would have no effect.
 OF_THE_HEAD = ("outputs", "full_logits", "token_losses", "loss_sum", "label_count", "loss_of")
 
 
 def _of_the_head(what: str) -> UserError:
     return UserError(
-        f"{what} would have no effect: the head makes outputs and loss; override it in a subclass "
-        "of megazoo.models.outputs.LanguageModelHead, and give that to add_head"
+        f"{what} would have no effect: the head computes the outputs and the loss; override it in "
+        "a subclass of megazoo.models.outputs.LanguageModelHead, and pass the subclass to add_head"
     )
 
 
 class Model(BatchCalls, Freezing, Saving, nn.Module):
-    """This rank's stages of a language model. A family adds its Config, its Block, and
-    `forward_stage`.
+    """Hold this rank's stages of a language model or sequence classifier.
 
-    config: the family's dataclass. ctx: the parallel context. seed: of the dropout; `from_config`
-    also draws the initial weights from it. Parameter names are global: `layers.17.mlp.up.weight` is
-    layer 17 of the whole model.
+    `megazoo.from_config` and `megazoo.from_pretrained` build models. A new family subclasses Model,
+    and defines Config, presets, Block, stage_costs and `forward_stage`; `megazoo.register`
+    registers it. Parameter names are global: `layers.17.mlp.up.weight` belongs to layer 17 of the
+    whole model.
+
+    Args:
+        config: the family's config.
+        ctx: parallel context.
+        seed: seed of dropout. `from_config` also draws the initial weights from it.
     """
 
     _engine: TrainingEngine | None = None
-    family: str  # the name that it is registered by
-    Config: type[Any]  # a ModelConfig, or a dataclass that is like one
+    family: str  # the name that it is registered under
+    Config: type[Any]  # a ModelConfig, or a dataclass with the same fields
     Block: Callable[..., nn.Module]  # a layer: Block(config, its index in the whole model)
     presets: dict
     embedding: VocabParallelEmbedding
     layers: nn.ModuleDict
     head: LanguageModelHead
     score: ClassifierHead
-    HUGGING_FACE = HFFiles()  # of Hugging Face directories, beside the names
-    HUGGING_FACE_NAMES: ClassVar[dict[str, HFNames]] = {}  # our modules to theirs
+    HUGGING_FACE = HFFiles()  # properties of its Hugging Face directories, except the names
+    HUGGING_FACE_NAMES: ClassVar[dict[str, HFNames]] = {}  # megazoo's names to Hugging Face's
 
     def __init_subclass__(cls, **options):
-        """Complete the family's Config, if it does not inherit from ModelConfig. UserError for what
-        the head does."""
+        """Add the missing optional fields to the family's Config. UserError if the class overrides
+        a method of the head."""
         super().__init_subclass__(**options)
         for name in OF_THE_HEAD:
             if hasattr(cls, name):
@@ -95,18 +100,18 @@ class Model(BatchCalls, Freezing, Saving, nn.Module):
         self.stages: list[Stage] = [all_stages[index] for index in mine]
         # global name -> the pipeline ranks that share the parameter
         self.tied: dict[str, tuple[int, ...]] = {}
-        # the tied parameters that several stages of this rank use, each with a backward of its own
+        # the tied parameters that several stages of this rank use, each in a separate backward
         self.used_again: set[str] = set()
         self._recompute, self._interval = "none", 1
-        # tokenizer files and the like that came with the weights, on rank 0
+        # tokenizer files and other small files that were loaded with the weights, on rank 0
         self.sidecar_files: dict[str, bytes] = {}
-        self.generation: dict = {}  # what its generation_config.json says
-        self.attached: Attachment | None = None  # parameters beside its own, such as adapters
-        self.weights_path: str | None = None  # of the directory that its weights were read from
+        self.generation: dict = {}  # the values of generation_config.json
+        self.attached: Attachment | None = None  # additional parameters, such as adapters
+        self.weights_path: str | None = None  # the directory that the weights were read from
         self.read_from: Sequence[TensorSource] = ()  # the sources of the weights, until a step
 
     def __setattr__(self, name: str, value) -> None:
-        """Set an attribute; UserError for what the head does."""
+        """Set an attribute; UserError for a method that the head defines."""
         if name in OF_THE_HEAD and callable(value) and not isinstance(value, nn.Module):
             raise _of_the_head(f"the {name} that is set on a model")
         super().__setattr__(name, value)
@@ -115,37 +120,45 @@ class Model(BatchCalls, Freezing, Saving, nn.Module):
 
     @classmethod
     def stage_costs(cls, config: Any) -> tuple[float, float, float]:
-        """Return the multiply-adds a token of one layer, of what comes before the layers, and of
-        what comes after."""
+        """Return the multiply-adds per token of one layer, of the embedding, and of the head."""
         raise NotImplementedError
 
     @classmethod
     def longest_sequence(cls, config: Any) -> int:
-        """Return how many tokens the longest sequence has that the model takes."""
+        """Return the length of the longest sequence that the model accepts, in tokens."""
         return config.max_positions
 
     @classmethod
     def can_cache(cls, config: Any, length: int) -> bool:
-        """Return whether the keys and values of a sequence's tokens stay as they are while it grows
-        to `length` tokens."""
+        """Return whether a KV cache is valid for sequences of `length` tokens: the keys and values
+        of a token must not change when the sequence grows."""
         return True
 
     def forward_stage(self, x: torch.Tensor, batch: MicroBatch, stage: Stage) -> torch.Tensor:
-        """Run one stage: token ids (first stage) or activations in; activations out, of the last
-        stage those that the head takes: [batch, sequence, hidden]."""
+        """Run one stage.
+
+        Args:
+            x: token ids, int64 [batch, sequence], on the first stage; on the others the activations
+                of the previous stage.
+            batch: the micro-batch.
+            stage: the stage to run.
+
+        Returns:
+            Activations, [batch, sequence, hidden]: the input of the next stage, or of the head.
+        """
         raise NotImplementedError
 
     # Build.
 
     @classmethod
     def check(cls, config: Any, tp: int, pp: int, virtual: int = 1) -> None:
-        """Raise UserError, naming what would do, if the model can't be cut into tp x pp, with so
-        many stages a rank."""
+        """Raise UserError if the model can't be sharded over tp x pp ranks with `virtual` stages
+        per rank; the error lists allowed sizes."""
         check_sizes(config, tp, pp, virtual)
 
     @classmethod
     def all_stages(cls, config: Any, ctx: ParallelContext) -> list[Stage]:
-        """Cut the layers into the stages of all ranks, in the order of the forward."""
+        """Partition the layers into the stages of all ranks, in the order of the forward."""
         return cut_into_stages(
             config.layers, ctx.stage_count, ctx.stage_layers, cls.stage_costs(config)
         )
@@ -154,27 +167,26 @@ class Model(BatchCalls, Freezing, Saving, nn.Module):
     def build(
         cls, config: Any, ctx: ParallelContext, *, dtype: torch.dtype = torch.float32, seed: int = 0
     ) -> "Model":
-        """This rank's stages with initial weights: planned on meta, then filled parameter by
-        parameter."""
+        """Build this rank's stages with initial weights. Arguments: see `megazoo.from_config`."""
         return fill(cls.empty(config, ctx, dtype=dtype, seed=seed), seed)
 
     @classmethod
     def empty(
         cls, config: Any, ctx: ParallelContext, *, dtype: torch.dtype = torch.float32, seed: int = 0
     ) -> "Model":
-        """This rank's stages on its device, to be filled; plain modules have their initial values.
-        Warns, on rank 0, of stages without layers."""
+        """Build this rank's stages on its device, with uninitialized weights. Only plain modules
+        have their initial values. Rank 0 warns about stages without layers."""
         return make_empty(cls, config, ctx, dtype, seed)
 
     @classmethod
     def on_meta(cls, config: Any, ctx: ParallelContext, *, seed: int = 0) -> "Model":
-        """Make this rank's stages without memory: what a virtual context can build."""
+        """Build this rank's stages on the meta device, without memory. ctx may be virtual."""
         return make_on_meta(cls, config, ctx, seed)
 
     @property
     def engine(self) -> TrainingEngine:
-        """What trains this model. A deep copy has its own; a shallow copy, which has the same
-        parameters, shares it."""
+        """The training engine of this model. A deep copy has a separate one; a shallow copy, which
+        has the same parameters, shares it."""
         if self._engine is None or self._engine.model is None:
             self._engine = TrainingEngine(self, self._engine)
         return self._engine
@@ -193,26 +205,26 @@ class Model(BatchCalls, Freezing, Saving, nn.Module):
 
     @property
     def has_last(self) -> bool:
-        """Whether this rank has the last stage, which makes the outputs."""
+        """Whether this rank has the last stage, which computes the outputs."""
         return self.stages[-1].last
 
     @property
     def task(self) -> LanguageModeling | SequenceClassification:
-        """What the model is for, by its config."""
+        """The task of the model: language modeling, or classification if the config has labels."""
         return task_of(self.config)
 
     @property
     def output_head(self) -> OutputHead:
-        """What the last stage ends in: `score` of a classifier, `head` of a language model."""
+        """The head of the last stage: `score` of a classifier, `head` of a language model."""
         return self.score if self.config.num_labels else self.head
 
     def _ties_head(self) -> bool:
-        """Return whether the embedding's matrix makes the logits; a classifier has its own."""
+        """Return whether the head uses the embedding's matrix; a classifier's head never does."""
         return self.config.tie_embeddings and not self.config.num_labels
 
     def add_embedding(self) -> None:
-        """Make the token embedding, on the rank of the first stage; and where it is tied to the
-        head, and the last stage is on another rank, a copy there that stays equal."""
+        """Add the token embedding on the rank of the first stage. If it is tied to the head, the
+        rank of the last stage has a copy, which stays equal."""
         tied = self._ties_head()
         if self.has_first or (self.has_last and tied):
             self.embedding = VocabParallelEmbedding(self.config.vocab_size, self.config.hidden_size)
@@ -220,16 +232,20 @@ class Model(BatchCalls, Freezing, Saving, nn.Module):
             self.tie("embedding.weight", 0, -1)
 
     def add_layers(self) -> None:
-        """Make this rank's layers, each a Block."""
+        """Add this rank's layers, each a Block."""
         indices = (index for stage in self.stages for index in stage.layers)
         self.layers = nn.ModuleDict(
             {str(index): self.Block(self.config, index) for index in indices}
         )
 
     def add_head(self, head: type[LanguageModelHead] = LanguageModelHead, **options: Any) -> None:
-        """Make what the last stage ends in: a classifier's scores, or the logits and their loss.
+        """Add the head on the rank of the last stage.
 
-        head: the class of a language model's head. options: its arguments, such as soft_cap.
+        A classifier gets a ClassifierHead; `head` and `options` are then ignored.
+
+        Args:
+            head: class of the language-model head.
+            options: arguments of that class, such as soft_cap.
         """
         if not self.has_last:
             return
@@ -242,11 +258,14 @@ class Model(BatchCalls, Freezing, Saving, nn.Module):
         self.head = head(self.config, embedding=self.embedding if tied else None, **options)
 
     def tie(self, name: str, *stages: int) -> None:
-        """Say that the parameter `name` (a global name) is one, though several stages build it: -1
-        is the last stage.
+        """Tie a parameter that several stages build.
 
-        After the last backward the stages sum its gradients (engine/training.py); it counts once in
-        the norm, and a checkpoint has it once.
+        After the last backward the gradients of its copies are summed (engine/training.py). The
+        gradient norm counts it once, and a checkpoint stores it once.
+
+        Args:
+            name: global name of the parameter.
+            stages: indices of the stages that build it; -1 is the last stage.
         """
         indices = [stage % self.ctx.stage_count for stage in stages]
         ranks = tuple(dict.fromkeys(map(self.ctx.placement.rank_of, indices)))
@@ -256,8 +275,8 @@ class Model(BatchCalls, Freezing, Saving, nn.Module):
             self.used_again.add(name)
 
     def entries(self) -> Iterator[NamedParameter]:
-        """Yield this rank's parameters with their global names and cuts, in the order of the
-        forward; last those of plain modules."""
+        """Yield this rank's parameters with their global names and shards, in the order of the
+        forward. Those of plain modules come last."""
         for prefix, module in self.named_modules():
             if isinstance(module, ShardedModule):
                 for name, spec in module.specs.items():
@@ -272,13 +291,23 @@ class Model(BatchCalls, Freezing, Saving, nn.Module):
     # Layers.
 
     def recompute(self, mode: str = "full", interval: int = 1) -> "Model":
-        """Trade memory for time; returns self. "none" keeps all that backward needs. "selective"
-        keeps neither what attention saves nor what the MLPs' activations return. "full" keeps one
-        input for `interval` layers and runs them again. What selective means to a layer it
-        declares: see `Layer`.
+        """Recompute activations in the backward pass, to save memory.
+
+        Args:
+            mode: "none" stores all activations that backward needs. "selective" does not store the
+                internal activations of attention and the outputs of the MLP activation functions;
+                a custom layer declares what it recomputes (see `Layer`). "full" stores only the
+                input of every `interval` layers and runs the layers again.
+            interval: number of layers per stored input in mode "full".
+
+        Returns:
+            The model itself.
+
+        Raises:
+            UserError: for an unknown mode, or an interval below 1.
         """
         if mode not in MODES:
-            raise UserError(f"unknown recompute {mode!r}: there are {', '.join(MODES)}")
+            raise UserError(f"unknown recompute mode {mode!r}; supported: {', '.join(MODES)}")
         check_number("interval", interval, 1, whole=True)
         self._recompute, self._interval = mode, interval
         for module in self.modules():
@@ -290,15 +319,26 @@ class Model(BatchCalls, Freezing, Saving, nn.Module):
     def gradient_checkpointing_enable(
         self, gradient_checkpointing_kwargs: dict | None = None
     ) -> None:
-        """Recompute every layer in backward: recompute("full"), by the name in transformers, whose
-        keyword arguments have no effect here."""
+        """Recompute every layer in backward: `recompute("full")` under its name in transformers.
+
+        Args:
+            gradient_checkpointing_kwargs: accepted for compatibility; it has no effect.
+        """
         self.recompute("full")
 
     def compile(self, **options: Any) -> "Model":
-        """Put every layer under torch.compile, with its options; returns self. UserError without a
-        compiler.
+        """Compile every layer with torch.compile.
 
-        One layer is compiled for all, with graphs between the collectives.
+        All layers share one compiled code, with graph breaks at the collectives.
+
+        Args:
+            options: arguments of torch.compile.
+
+        Returns:
+            The model itself.
+
+        Raises:
+            UserError: if the machine lacks the compiler: C++ for CPUs, Triton for GPUs.
         """
         prepare_to_compile(self.ctx.device)
         for layer in self.layers.values():
@@ -306,8 +346,17 @@ class Model(BatchCalls, Freezing, Saving, nn.Module):
         return self
 
     def run_layers(self, x: torch.Tensor, stage: Stage, *arguments: Any) -> torch.Tensor:
-        """Run the layers of a stage, one after the other: x = layer(x, *arguments). If a MicroBatch
-        is among the arguments, dropout that is given no seed draws by the batch's."""
+        """Run the layers of a stage, one after the other: x = layer(x, *arguments).
+
+        Args:
+            x: activations, [batch, sequence, hidden].
+            stage: the stage.
+            arguments: further arguments of each layer. Dropout without a seed uses the seed of a
+                MicroBatch among them.
+
+        Returns:
+            Activations, [batch, sequence, hidden].
+        """
         batches = (each for each in arguments if isinstance(each, MicroBatch))
         seed = next((batch.dropout_seed for batch in batches), None)
 
@@ -353,17 +402,35 @@ class Model(BatchCalls, Freezing, Saving, nn.Module):
         streamer: Any = None,
         **settings: Any,
     ) -> torch.Tensor:
-        """Continue prompts; returns int64 [batch, prompt + new tokens] of the given prompts.
+        """Continue prompts. Every rank calls it, with the same inputs on the ranks of a replica.
 
-        input_ids: int64 [batch, prompt]; attention_mask: 0 for padding, on the left. Every rank
-        calls it, with the same inputs on the ranks of a replica. Replicas with the same inputs
-        share the rows, and each gets all of them; with inputs of its own, each gets its own.
-        settings: those of `megazoo.generate.settings.GenerationSettings`, such as max_new_tokens or
-        max_length, do_sample, num_beams, num_return_sequences, no_repeat_ngram_size, stop, seed;
-        eos_token_id and pad_token_id are the checkpoint's by default. With num_return_sequences n
-        there are n rows for each prompt. Rows that ended are padded. use_cache False runs all
-        tokens again for each new one. streamer: for one row; its put(token ids) is called with each
-        new token, its end() at the end. UserError for a prompt or a setting that can't be.
+        If all replicas pass the same prompts, they share the work, and each returns all rows.
+        Otherwise each replica continues its prompts.
+
+        Args:
+            input_ids: prompts, int64 [batch, prompt].
+            attention_mask: [batch, prompt], 0 for padding, which must be on the left; by default
+                all tokens count.
+            use_cache: store keys and values in a KV cache. Otherwise all tokens are run again for
+                each new token.
+            streamer: object with the methods put(token_ids), called after each new token, and
+                end(), called once at the end. It needs a batch of one row.
+            settings: fields of `megazoo.generate.settings.GenerationSettings`, with the names of
+                transformers: max_new_tokens (20 by default) or max_length, do_sample, temperature,
+                top_k, top_p, num_beams, num_return_sequences, repetition_penalty,
+                no_repeat_ngram_size, stop, seed and others. eos_token_id and pad_token_id are by
+                default those of the checkpoint.
+
+        Returns:
+            The prompts with the new tokens, int64 [batch x num_return_sequences, prompt + new].
+            Rows that ended early are padded on the right.
+
+        Raises:
+            UserError: for an invalid prompt or setting.
+
+        Example:
+            ids = torch.tensor([[464, 3290]])
+            out = model.generate(ids, max_new_tokens=8, do_sample=True, seed=1)
         """
         asked = GenerationSettings.of(settings, self.generation)
         return generate(

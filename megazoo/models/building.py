@@ -19,8 +19,8 @@ from megazoo.parallel.staging import Upload
 
 
 def fill(model: Any, seed: int) -> Any:
-    """Draw the initial values of a model's parameters, but for those of plain modules; returns
-    it."""
+    """Draw the initial values of a model's parameters, except those of plain modules; return the
+    model."""
     upload = Upload()
     for entry in model.entries():
         if not entry.spec.plain:
@@ -32,7 +32,7 @@ def fill(model: Any, seed: int) -> Any:
 def make_empty(
     family: type, config: Any, ctx: ParallelContext, dtype: torch.dtype, seed: int
 ) -> Any:
-    """Make a rank's stages on its device, to be filled: see `Model.empty`."""
+    """Build a rank's stages on its device with uninitialized weights: see `Model.empty`."""
     model = _make(family, config, ctx, seed)
     if ctx.rank == 0 and ctx.device.type != "meta":
         _advise_of_empty_stages(family, config, ctx)
@@ -51,25 +51,25 @@ def make_empty(
 
 
 def make_on_meta(family: type, config: Any, ctx: ParallelContext, seed: int = 0) -> Any:
-    """Make a rank's stages without memory."""
+    """Build a rank's stages on the meta device."""
     try:
         with torch.device("meta"):
             return _make(family, config, ctx, seed)
-    except RuntimeError:  # of a module that looks at its values while it is made
+    except RuntimeError:  # a module reads values while it is built
         model = _make(family, config, ctx, seed)
         place_plain(model, "meta")
         return model
 
 
 def _make(family: type, config: Any, ctx: ParallelContext, seed: int, draw: int = 0) -> Any:
-    """Make a rank's stages, of which the parameters that are cut take no memory. draw: seeds the
-    default generators, on which nothing that is made may depend."""
+    """Build a rank's stages; sharded parameters are on the meta device. draw: seed of the default
+    generators; the model must not depend on it."""
     with ctx, without_memory(), all_seeded(draw):
         model = family(config, ctx, seed)
     if model.has_last and not isinstance(model.output_head, OutputHead):
         raise UserError(
             f"the head is {type(model.output_head).__name__}: it must be a LanguageModelHead or a "
-            "subclass, which add_head(MyHead) makes"
+            "subclass, added with add_head(MyHead)"
         )
     check_layers(model.layers, ctx)
     check_plain(model)
@@ -80,7 +80,7 @@ def _make(family: type, config: Any, ctx: ParallelContext, seed: int, draw: int 
 
 
 def _make_elsewhere(family: type, config: Any, ctx: ParallelContext, pp_rank: int | None) -> Any:
-    """Make, without memory, the stages of a rank of the pipeline; of None, the whole model."""
+    """Build the stages of a pipeline rank on the meta device; with None, the complete model."""
     size: dict[str, Any] = {"tp": ctx.tp_size, "sequence_parallel": ctx.sequence_parallel}
     size |= {"cp": ctx.cp_size, "cp_method": ctx.cp_method}
     if pp_rank is not None:
@@ -95,7 +95,7 @@ def _advise_of_empty_stages(family: type, config: Any, ctx: ParallelContext) -> 
         if not stage.layers:
             what, cost = ("embedding", first) if stage.first else ("head", last)
             advise(
-                f"stage {stage.index + 1} of {stage.count} gets no layers: its {what} weighs "
-                f"as much as {cost / layer:.1f} of them; use stage_layers uniform "
+                f"stage {stage.index + 1} of {stage.count} gets no layers: its {what} costs as "
+                f"much compute as {cost / layer:.1f} layers; use stage_layers uniform "
                 "(--stage-layers uniform), or a smaller pp"
             )

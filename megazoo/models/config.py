@@ -1,4 +1,4 @@
-"""What the rest of megazoo asks of any model's config, and the sizes that fit a layout."""
+"""The fields that every model config has, and checks of its sizes in a parallel layout."""
 
 import math
 from dataclasses import asdict, dataclass
@@ -13,33 +13,38 @@ from megazoo.parallel.shard import nearly_even
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The fields that every model has. A family's Config inherits from it, repeats a field to give
-    it a default, and adds its own."""
+    """Hold the fields that every model has.
+
+    A family's Config inherits from it. It may redeclare a field to give it a default, and add
+    fields.
+    """
 
     vocab_size: int
-    max_positions: int  # tokens of the longest sequence: see `Model.longest_sequence`
+    max_positions: int  # length of the longest sequence, in tokens: see `Model.longest_sequence`
     hidden_size: int
     layers: int
     heads: int
-    # A family that has these makes fields of them, in an order of its own. 0 stands for as many as
-    # heads, for hidden_size / heads, and for what the family says.
+    # A family that uses these declares them as fields, in any order. kv_heads 0 means as many as
+    # heads, head_size 0 means hidden_size / heads, and ffn_size 0 means the default of the family.
     kv_heads = 0
     head_size = 0
     ffn_size = 0
     tie_embeddings = False
-    # above 0: a classifier of sequences; with the next two as transformers has them
+    # above 0: a sequence classifier; this and the next two have the meaning of transformers
     num_labels: int = 0
     problem_type: str | None = None
     pad_token_id: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields by their names, and the family's name as "model": what `from_config`
-        and config files take. UserError if the Config is of no registered family."""
+        """Return the fields as a dictionary, with the family's name as "model".
+
+        `from_config` and config files accept it. UserError if no registered family has this Config.
+        """
         return {"model": family_of(self)} | asdict(self)
 
 
-# The largest sizes that are built, so that the number of any tensor's bytes is one that torch can
-# count, and a model of a forged config is refused instead of begun.
+# The largest allowed sizes. They keep the number of bytes of a tensor within torch's limits, and
+# stop a malicious config before a model is built.
 LARGEST = {
     "vocab_size": 2**40,
     "max_positions": 2**40,
@@ -59,31 +64,32 @@ OPTIONAL = (
 
 
 def add_missing_fields(config_class: type) -> None:
-    """Give a Config that does not inherit from ModelConfig the defaults of the optional fields that
-    it lacks, as class attributes, and to_dict."""
+    """Add to_dict, and the optional fields as class attributes, to a Config that does not inherit
+    from ModelConfig."""
     for name in OPTIONAL:
         if not hasattr(config_class, name):
             setattr(config_class, name, getattr(ModelConfig, name))
 
 
 def check_sizes(config: Any, tp: int, pp: int, virtual: int = 1) -> None:
-    """Raise UserError, naming what would do, if a model of this config can't be cut into tp x pp,
-    with `virtual` stages a rank."""
+    """Raise UserError if a model of this config can't be sharded over tp x pp ranks with `virtual`
+    stages per rank; the error lists allowed sizes."""
     _check_one_by_one(config)
     _check_tensor_parallel(config, tp)
     if config.layers < pp:
         raise UserError(
-            f"layers {config.layers} don't fill pp {pp} stages: use pp of at most {config.layers}"
+            f"layers {config.layers} are too few for pp {pp} stages: use pp of at most "
+            f"{config.layers}"
         )
     if config.layers < pp * virtual:
         raise UserError(
-            f"layers {config.layers} don't fill pp {pp} x virtual-pp {virtual} = {pp * virtual} "
-            f"stages: use virtual-pp of at most {config.layers // pp}"
+            f"layers {config.layers} are too few for pp {pp} x virtual-pp {virtual} = "
+            f"{pp * virtual} stages: use virtual-pp of at most {config.layers // pp}"
         )
 
 
 def _check_one_by_one(config: Any) -> None:
-    """Refuse sizes that no layout makes right."""
+    """Raise UserError for sizes that are invalid in every layout."""
     for name in ("vocab_size", "max_positions", "hidden_size", "layers", "heads", "ffn_size"):
         if getattr(config, name) < 1:
             raise UserError(f"{name} {getattr(config, name)} must be at least 1")
@@ -96,27 +102,26 @@ def _check_one_by_one(config: Any) -> None:
         if getattr(config, name) > largest:
             raise UserError(f"{name} {brief(getattr(config, name))} must be at most {largest}")
     if abs(config.pad_token_id or 0) > LARGEST["vocab_size"]:
-        raise UserError(f"pad_token_id {brief(config.pad_token_id)} is no token's")
+        raise UserError(f"pad_token_id {brief(config.pad_token_id)} is not a valid token id")
     _check_rates(config)
     if not config.head_size and config.hidden_size % config.heads:
         most = min(config.hidden_size, LARGEST["heads"])
         fits = [n for n in range(1, most + 1) if config.hidden_size % n == 0]
         raise UserError(
-            f"heads {config.heads} don't divide hidden-size {config.hidden_size}: "
+            f"hidden-size {config.hidden_size} is not divisible by heads {config.heads}: "
             f"use heads {_any_of(fits)}"
         )
     if config.problem_type not in (None, *PROBLEMS):
         raise UserError(
-            f"problem_type {config.problem_type!r} is not supported: "
-            f"there are {', '.join(PROBLEMS)}"
+            f"problem_type {config.problem_type!r} is not supported; "
+            f"supported: {', '.join(PROBLEMS)}"
         )
     if config.heads % (config.kv_heads or config.heads):
-        raise UserError(f"kv-heads {config.kv_heads} don't divide heads {config.heads}")
+        raise UserError(f"heads {config.heads} is not divisible by kv-heads {config.kv_heads}")
 
 
 def _check_rates(config: Any) -> None:
-    """Refuse probabilities of dropout, and the small numbers that keep norms from dividing by 0,
-    that are out of their range."""
+    """Raise UserError for a dropout probability or a norm's epsilon that is out of range."""
     for name, value in vars(config).items():
         if not isinstance(value, int | float) or isinstance(value, bool):
             continue
@@ -127,23 +132,23 @@ def _check_rates(config: Any) -> None:
 
 
 def _check_tensor_parallel(config: Any, tp: int) -> None:
-    """Refuse a tp over which the heads, or the inner features of the MLPs, can't be cut."""
+    """Raise UserError if the heads, or the inner features of the MLPs, can't be sharded over tp."""
     heads, kv_heads = config.heads, config.kv_heads or config.heads
     fits = [n for n in range(1, min(heads, config.ffn_size) + 1) if _heads_fit(heads, kv_heads, n)]
     if tp in fits:
         return
     if config.ffn_size < tp:
-        reason = f"exceeds ffn-size {config.ffn_size}"
+        reason = f"ffn-size {config.ffn_size}"
     elif kv_heads < heads:
-        reason = f"doesn't divide heads {heads} and kv-heads {kv_heads}"
+        reason = f"heads {heads} with kv-heads {kv_heads}"
     else:
-        reason = f"doesn't divide heads {heads}"
-    raise UserError(f"tp {tp} {reason}: use tp {_any_of(fits)}")
+        reason = f"heads {heads}"
+    raise UserError(f"{reason} can't be sharded over tp {tp}: use tp {_any_of(fits)}")
 
 
 def _heads_fit(heads: int, kv_heads: int, tp: int) -> bool:
-    """Return whether heads can be cut over tp: KV heads, with their queries, nearly evenly, or else
-    replicated evenly."""
+    """Return whether heads can be sharded over tp: KV heads with their queries nearly evenly, or
+    replicated evenly if tp exceeds the number of KV heads."""
     return nearly_even(kv_heads, tp) if tp <= kv_heads else tp % kv_heads == 0 and heads % tp == 0
 
 

@@ -1,4 +1,4 @@
-"""Counts the parameters and the FLOPs of a model, and what of them is trained."""
+"""Counts the parameters and the FLOPs of a model, in total or only of its trained parameters."""
 
 from typing import Any
 
@@ -15,8 +15,8 @@ from megazoo.parallel.module import ShardedModule
 def parameter_count(
     config: Any, train_only: str | None = None, attached: Attachment | None = None
 ) -> int:
-    """Return the number of parameters of the whole model; a tied head counts once. train_only and
-    attached: count those alone that are trained, as in `whole_model`."""
+    """Return the number of parameters of the complete model; a tied head counts once. With
+    train_only or attached, only trained parameters count: see `whole_model`."""
     model = whole_model(config, train_only, attached)
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
@@ -24,10 +24,12 @@ def parameter_count(
 def whole_model(
     config: Any, train_only: str | None = None, attached: Attachment | None = None
 ) -> Model:
-    """Make a whole model on the meta device, of which what a run does not train is frozen.
+    """Build the complete model on the meta device, and freeze the parameters that a run does not
+    train.
 
-    attached: what it has beside its own weights, such as adapters. train_only: as in
-    `Model.train_only`; of what is attached, too. UserError if either names what is not there.
+    attached: additional parameters, such as adapters. train_only: a pattern as in
+    `Model.train_only`, which also applies to attached parameters. UserError if a name in either
+    matches nothing.
     """
     model = FAMILIES[family_of(config)].on_meta(config, ParallelContext())
     if attached:
@@ -42,18 +44,24 @@ def flops_per_token(
     train_only: str | None = None,
     attached: Attachment | None = None,
 ) -> int:
-    """Return the FLOPs a token of a training step that MFU counts (Chowdhery et al. 2022, appendix
-    B): those of all matrix products, forward and backward, nothing twice, and attention's not
-    halved for its mask; of an attention with a window, those within it.
+    """Return the model FLOPs per token of a training step, as counted for MFU (Chowdhery et al.
+    2022, appendix B).
+
+    They are the FLOPs of all matrix products, forward and backward, without recomputation.
+    Attention is not halved for its causal mask; with a window, only the window counts.
 
     Matrices are those that a ShardedModule names in `multiplied`, those of nn.Linear, and the
-    output head. Each takes 2 FLOPs a weight forward, 2 for its own gradient, if it is trained, and
-    2 for its input's, if anything before it is trained. Attention is what a module says in
-    `score_features`: the features over which its queries and keys are multiplied, over all tp
-    ranks. Of modules inside one that says so none is asked: its QKVParallelLinear says the same. It
-    takes 4 FLOPs a feature and token of the sequence forward, and 8 backward, if anything before it
-    is trained.
-    train_only, attached: what is trained, as in `whole_model`; all, by default.
+    output head. Each needs 2 FLOPs per weight forward, 2 for its gradient if it is trained, and 2
+    for the gradient of its input if anything before it is trained. An attention module declares
+    `score_features`: the number of features in the products of queries and keys, over all tp ranks.
+    (Declarations of modules inside it, such as its QKVParallelLinear, are not counted again.)
+    Attention needs 4 FLOPs per feature and token of the sequence forward, and 8 backward if
+    anything before it is trained.
+
+    Args:
+        config: the model's config.
+        seq_length: length of the sequences, in tokens.
+        train_only, attached: which parameters are trained, as in `whole_model`; by default all.
     """
     model = whole_model(config, train_only, attached)
     all_trained = all(parameter.requires_grad for parameter in model.parameters())
@@ -73,8 +81,8 @@ def _of_product(weight: nn.Parameter, passes: bool) -> int:
 def _flops(module: nn.Module, passes: bool, seq_length: int) -> tuple[int, bool]:
     """Return the FLOPs of a module, and whether what it returns has a gradient.
 
-    Modules are taken to run in the order in which they were made. passes: whether what the module
-    is given has a gradient. seq_length: 0 within one that has said its score_features.
+    Modules are assumed to run in the order in which they were created. passes: whether the input
+    of the module has a gradient. seq_length: 0 inside a module that declares score_features.
     """
     returns = passes or any(parameter.requires_grad for parameter in module.parameters())
     flops, inner = 0, passes

@@ -1,4 +1,4 @@
-"""Which parameters of a model are trained: freezing by name."""
+"""The methods of `Model` that select which parameters are trained."""
 
 import fnmatch
 import re
@@ -17,7 +17,7 @@ from megazoo.parallel.module import NamedParameter
 
 
 class Freezing(nn.Module):
-    """The part of `Model` that knows what is frozen (`requires_grad_(False)`)."""
+    """The part of `Model` that freezes parameters (`requires_grad_(False)`)."""
 
     config: Any
     ctx: ParallelContext
@@ -27,15 +27,18 @@ class Freezing(nn.Module):
     on_meta: Callable[..., Any]
 
     def trained_entries(self) -> list[NamedParameter]:
-        """List this rank's parameters that are not frozen (`requires_grad_(False)`): those that
-        have gradients."""
+        """Return this rank's parameters that are not frozen."""
         return [entry for entry in self.entries() if entry.parameter.requires_grad]
 
     def num_parameters(self, only_trainable: bool = False) -> int:
-        """Return the number of parameters of the whole model, of all its stages and shards; a tied
-        one counts once. Adapters are included, modules that were added to the model are not.
+        """Return the number of parameters of the complete model, over all stages and shards.
 
-        only_trainable: count only those that no rank has frozen; a collective call.
+        A tied parameter counts once. Adapters are included; custom modules that were added to this
+        model object are not.
+
+        Args:
+            only_trainable: count only parameters that no rank has frozen. Then every rank must call
+                it.
         """
         frozen = self._frozen_names() if only_trainable else set()
         return sum(e.parameter.numel() for e in self._whole().entries() if e.name not in frozen)
@@ -47,12 +50,21 @@ class Freezing(nn.Module):
         return frozen.union(*all_gather_objects(frozen, self.ctx))
 
     def train_only(self, pattern: str) -> Self:
-        """Freeze every parameter whose global name does not match the pattern; returns self.
+        """Freeze every parameter whose global name does not match a pattern.
 
-        pattern: a regular expression that is searched for in the names, such as "head|norm" or
-        "layers[.](10|11)[.]"; or, where it is none, a glob of whole names, such as "*norm*". Call
-        it before the optimizer is made. UserError, with the names there are, if it matches nothing
-        in the whole model.
+        Call it before the optimizer is created.
+
+        Args:
+            pattern: a regular expression that is searched in the names, such as "head|norm" or
+                "layers[.](10|11)[.]". A text that is not a regular expression, such as "*norm*", is
+                a glob that must match the complete name.
+
+        Returns:
+            The model itself.
+
+        Raises:
+            UserError: if the pattern matches no parameter of the complete model; it lists the
+                names.
         """
         trained = self._names_matching(pattern)
         for entry in self.entries():
@@ -60,8 +72,17 @@ class Freezing(nn.Module):
         return self
 
     def freeze(self, pattern: str) -> Self:
-        """Freeze the parameters whose global name matches the pattern, as in `train_only`; returns
-        self."""
+        """Freeze the parameters whose global names match a pattern.
+
+        Args:
+            pattern: a regular expression or a glob, as in `train_only`.
+
+        Returns:
+            The model itself.
+
+        Raises:
+            UserError: if the pattern matches no parameter of the complete model.
+        """
         frozen = self._names_matching(pattern)
         for entry in self.entries():
             if entry.name in frozen:
@@ -69,11 +90,11 @@ class Freezing(nn.Module):
         return self
 
     def _names_matching(self, pattern: str) -> set[str]:
-        """Find the parameters of the whole model, in whatever stage, whose names match."""
+        """Return the names of the parameters of all stages that match."""
         return names_matching(pattern, [entry.name for entry in self._whole().entries()])
 
     def _whole(self) -> Any:
-        """Make the whole model on the meta device, with what is attached to this one."""
+        """Build the complete model on the meta device, including attached parameters."""
         whole = self.on_meta(self.config, ParallelContext())
         if self.attached:
             self.attached.attach(whole)
@@ -86,17 +107,14 @@ class Freezing(nn.Module):
 
 
 def names_matching(pattern: str, names: list[str]) -> set[str]:
-    """Return the names that have a regular expression in them, or that a glob fits whole; UserError
-    if there are none.
-
-    What is not a regular expression, as "*norm*", is a glob.
-    """
+    """Return the names that match a pattern, as in `Model.train_only`; UserError if it matches
+    nothing."""
     wrong = ""
     try:
         found = {name for name in names if re.search(pattern, name)}
     except re.error as error:
         found = {name for name in names if fnmatch.fnmatchcase(name, pattern)}
-        wrong = f", and is no regular expression ({error})"
+        wrong = f", and is not a regular expression ({error})"
     if not found:
         kinds = dict.fromkeys(re.sub(r"\.\d+\.", ".0.", name) for name in names)
         raise UserError(

@@ -1,7 +1,7 @@
-"""The heads: what the last stage of a model makes of its activations, and their loss.
+"""The heads of models, which compute the outputs and the loss from the last stage's activations.
 
-A head is a module: `LanguageModelHead`, or `ClassifierHead` if the config says num_labels. What its
-labels mean is its `task`, which stages without a head can ask, too.
+A head is a module: `LanguageModelHead`, or `ClassifierHead` if the config has num_labels. Its
+`task` defines the meaning of the labels; stages without a head also use the task.
 """
 
 from collections.abc import Callable
@@ -41,10 +41,10 @@ class LanguageModeling:
         shape: tuple[int, int],
         own_loss: bool,
     ) -> torch.Tensor | None:
-        """Return what each position is to predict: the targets as given, or the labels shifted by
-        one. UserError for a token that is not in the vocabulary.
+        """Return the target of each position: the given targets, or the labels shifted by one.
 
-        shape: (batch, sequence). own_loss: labels are for a loss of the user's own: of any shape.
+        shape: (batch, sequence). own_loss: the labels are for a custom loss, and may have any
+        shape. UserError for a token that is not in the vocabulary.
         """
         if labels is not None and not own_loss:
             labels = ids_of("labels", labels)
@@ -62,7 +62,7 @@ class LanguageModeling:
         return None
 
     def label_count(self, targets: torch.Tensor) -> torch.Tensor | int:
-        """Return how many targets carry a loss."""
+        """Return the number of targets that count in the loss."""
         return (targets != IGNORE_INDEX).sum()
 
 
@@ -82,7 +82,7 @@ class SequenceClassification:
         shape: tuple[int, int],
         own_loss: bool,
     ) -> torch.Tensor | None:
-        """Return the labels, checked; None if they are for a loss of the user's own."""
+        """Return the labels after a check; None if they are for a custom loss."""
         if targets is not None:
             raise UserError("a classifier takes labels, not targets")
         if labels is None or own_loss:
@@ -94,32 +94,32 @@ class SequenceClassification:
     def scored_positions(
         self, input_ids: torch.Tensor | None, shape: tuple[int, int]
     ) -> torch.Tensor | None:
-        """Return the position of each row that it is judged by, int64 [batch]; None without ids,
-        which only the first stage has. shape: (batch, sequence)."""
+        """Return the position of each row whose activations are classified, int64 [batch]; None if
+        input_ids is None, as on all stages except the first. shape: (batch, sequence)."""
         if self.pad_token_id is None and shape[0] > 1:
             raise UserError(
-                "a classifier of several rows needs pad_token_id in its config, to find where each "
-                "ends"
+                "a classifier needs pad_token_id in its config for batches of several rows, to "
+                "find the last token of each row"
             )
         if input_ids is None:
             return None
         return classification.last_tokens(input_ids, self.pad_token_id)
 
     def label_count(self, targets: torch.Tensor) -> torch.Tensor | int:
-        """Return how many labels carry a loss."""
+        """Return the number of labels that count in the loss."""
         return targets.numel() if targets.is_floating_point() else (targets != IGNORE_INDEX).sum()
 
 
 def task_of(config: Any) -> LanguageModeling | SequenceClassification:
-    """Return what a model of this config is for."""
+    """Return the task of a model with this config."""
     return (SequenceClassification if config.num_labels else LanguageModeling)(config)
 
 
 class OutputHead:
-    """What both heads do: `loss` is the one way from the activations to the loss.
+    """The base of both heads. `loss` computes the loss from the activations.
 
-    A custom head of a language model is a subclass of LanguageModelHead, which says what it may
-    override.
+    A custom head of a language model is a subclass of LanguageModelHead; its docstring lists what a
+    subclass may override.
     """
 
     ctx: ParallelContext
@@ -128,33 +128,33 @@ class OutputHead:
     def chunked_loss(
         self, x: torch.Tensor, batch: MicroBatch, factor: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Return the loss without all outputs at once; None if the head has no such way, or it
-        saves no memory. The arguments are those of `loss`."""
+        """Return the loss, computed in chunks without storing all outputs; None if the head does
+        not support it, or it saves no memory. The arguments are those of `loss`."""
         return None
 
     @property
     def settings(self) -> dict[str, float | None]:
-        """What must be equal on the ranks of the last stage, by names for messages."""
+        """Settings that must be equal on the ranks of the last stage, by their names in errors."""
         return {}
 
     def outputs(self, x: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        """Return what the model says, from what the last stage returns."""
+        """Return the outputs of the model (logits or scores). x: activations of the last stage."""
         raise NotImplementedError
 
     def full_outputs(self, outputs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        """Return the outputs of whole sequences, the same on every tp and cp rank."""
+        """Return the outputs gathered over tp and cp, the same on each of their ranks."""
         raise NotImplementedError
 
     def loss_sum(self, outputs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        """Return the sum over the micro-batch of what the loss is the mean of, fp32."""
+        """Return the loss summed over the labels of the micro-batch, fp32, 0-dimensional."""
         raise NotImplementedError
 
     def label_count(self, batch: MicroBatch) -> torch.Tensor | int:
-        """Return how many labels the loss is the mean over: rows, if only the user's own loss knows
-        them."""
+        """Return the number of labels that the loss is the mean over; with a custom loss on labels
+        that are not of tokens, the number of rows."""
         of_tokens = batch.targets is not None and self.task.labels_are_of_tokens
         if self.ctx.cp_rank > 0 and not of_tokens:
-            return 0  # the first rank of those that share the rows counts them
+            return 0  # only the first of the ranks that share the rows counts them
         if batch.targets is not None:
             return self.task.label_count(batch.targets)
         return 0 if batch.labels is None else len(batch.labels)
@@ -168,12 +168,15 @@ class OutputHead:
         outputs: torch.Tensor | None = None,
         loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Return the sum of the losses of a micro-batch, fp32, 0-dimensional, from what the last
-        stage returns.
+        """Return the sum of the losses of a micro-batch, fp32, 0-dimensional.
 
-        outputs: those of x, if they are there already. loss_fn: a loss of the user's own, the mean
-        of a micro-batch, which is multiplied by its label_count. factor: what the gradient of this
-        sum will be, if its backward comes next.
+        Args:
+            x: activations of the last stage, [batch, sequence, hidden].
+            batch: the micro-batch.
+            factor: the gradient of this sum, if its backward follows immediately.
+            outputs: the outputs of x, if they are already computed.
+            loss_fn: a custom loss. It returns the mean of a micro-batch, which is multiplied by
+                label_count.
         """
         if outputs is None and loss_fn is None:
             loss = self.chunked_loss(x, batch, factor)
@@ -185,13 +188,13 @@ class OutputHead:
         return self.loss_sum(outputs, batch)
 
     def _loss_by(self, loss_fn: Callable, outputs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        """Return what loss_fn says, a mean, times the micro-batch's labels."""
+        """Return the mean that loss_fn returns, times the number of labels."""
         count = self.label_count(batch)
-        if self.ctx.cp_size > 1:  # every rank sees all logits, and is to see all labels
+        if self.ctx.cp_size > 1:  # every rank has all logits, so it must count all labels
             count = torch.as_tensor(count, device=self.ctx.device).clone()
             all_reduce(count, self.ctx.cp_group)
         if not count:
-            return outputs.float().sum() * 0  # its mean would be nan
+            return outputs.float().sum() * 0  # the mean would be nan
         loss = loss_fn(self.full_outputs(outputs, batch).float(), batch.labels)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise UserError("loss_fn must return one number, the mean of the micro-batch")
@@ -204,22 +207,22 @@ class OutputHead:
 
 
 class LanguageModelHead(OutputHead, VocabParallelHead):
-    """The head of a language model: logits and the cross-entropy of the next tokens.
+    """Compute the logits of a language model, and the cross-entropy of the next tokens.
+
+    The outputs are this rank's shard of the logits, [batch, sequence, vocabulary shard]; while
+    generating, only those of the last position.
+
+    For a long micro-batch the loss is computed in chunks of tokens, so that the logits are never
+    all in memory. This is disabled for a subclass that overrides `outputs`, `forward`, `logits`,
+    `token_losses` or `loss_sum`, unless it sets `in_pieces = True`. Set it only if the overrides do
+    not change the loss.
 
     Args:
-        config: the model's.
+        config: the model's config.
         embedding: the token embedding, if the head is tied to it.
-        soft_cap: a smooth bound of the logits, if any: see `soft_capped`.
+        soft_cap: smooth bound of the logits: see `soft_capped`; by default none.
         label_smoothing, z_loss: terms of the loss in training mode, numbers from 0: see LossTerms.
-            They may be changed at any time, on all ranks of the last stage alike.
-
-    Outputs: this rank's logits, [batch, sequence, part of the vocabulary]; while generating those
-    of the last position only.
-
-    Of a long micro-batch the loss is computed a few tokens at a time, and its logits never exist
-    together. A subclass that overrides `outputs`, `logits`, `token_losses` or `loss_sum` gets all
-    logits at once. Set `in_pieces = True` only if the overrides leave the loss unchanged. An
-    override of `forward`, which makes the logits of `outputs`, counts, too.
+            They may be changed at any time, equally on all ranks of the last stage.
     """
 
     in_pieces = True
@@ -250,7 +253,7 @@ class LanguageModelHead(OutputHead, VocabParallelHead):
 
     @property
     def terms(self) -> LossTerms:
-        """What the loss has besides the cross-entropy: nothing in evaluation mode."""
+        """Terms of the loss in addition to the cross-entropy; none in evaluation mode."""
         if not self.training:
             return PLAIN
         return LossTerms(self.label_smoothing, self.z_loss, self.vocab_size)
@@ -265,7 +268,7 @@ class LanguageModelHead(OutputHead, VocabParallelHead):
         return logits[:, : batch.length]
 
     def token_losses(self, outputs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        """Return the loss of every token, in nats, 0 where it has no target: fp32 [batch,
+        """Return the loss of every token in nats, 0 for tokens without a target: fp32 [batch,
         sequence]."""
         assert batch.targets is not None
         losses = vocab_parallel_cross_entropy(
@@ -293,8 +296,8 @@ class LanguageModelHead(OutputHead, VocabParallelHead):
         return self.loss_in_pieces(x, batch.targets, factor, self.terms)
 
     def _may_take_pieces(self) -> bool:
-        """Return whether nothing that the loss in pieces would leave out is overridden, on the head
-        or by a class before LanguageModelHead that does not say in_pieces."""
+        """Return whether the loss may be computed in chunks: no method that chunks would skip is
+        overridden, except in a class with in_pieces = True."""
         if self.OVERRIDES & vars(self).keys():
             return False
         for cls in type(self).__mro__:
@@ -308,9 +311,9 @@ CLASSIFIER_HEAD = "score.weight"  # its global name
 
 
 class ClassifierHead(OutputHead, ClassificationHead):
-    """The head of a classifier of sequences: the scores of each row, and their loss.
+    """Compute the scores of a sequence classifier, [batch, labels], and their loss.
 
-    config: the model's. Outputs: [batch, labels], the same on every tp rank.
+    The scores are the same on every tp rank. config: the model's config.
     """
 
     def __init__(self, config: Any, *, ctx: ParallelContext | None = None):
@@ -330,6 +333,6 @@ class ClassifierHead(OutputHead, ClassificationHead):
 
 
 def _counted_once(loss: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
-    """Return a loss that all context-parallel ranks compute alike as a part of their sum: it counts
-    on the first of them, and has its gradient on all."""
+    """Return a loss that is the same on all cp ranks as this rank's summand: its value counts only
+    on the first rank, its gradient on all."""
     return loss if ctx.cp_rank == 0 else loss - loss.detach()

@@ -1,4 +1,4 @@
-"""Models from checkpoints and Hugging Face directories, and back: what users call."""
+"""Functions that load models from checkpoints and Hugging Face directories, and save them."""
 
 from contextlib import AbstractContextManager
 from dataclasses import fields, replace
@@ -43,12 +43,17 @@ if TYPE_CHECKING:
 
 
 def open_source(path: str | Path, *, verify: bool = True) -> ModelSource:
-    """Open a checkpoint of ours, a Hugging Face directory (one with a config.json), or a checkpoint
-    of Megatron-LM. UserError if it is none of them; HoldsAdapters, which says what to do, for a
-    checkpoint that holds adapters alone.
+    """Open a megazoo checkpoint, a Hugging Face directory (one with a config.json), a Megatron-LM
+    checkpoint, or a GGUF file.
 
-    path: a directory, or org/name[@revision] on the Hugging Face hub. verify: compare what is read
-    with the checkpoint's checksums; the others have none.
+    Args:
+        path: a path, or org/name[@revision] on the Hugging Face hub.
+        verify: compare the files with the checksums of a megazoo checkpoint. The other formats have
+            no checksums.
+
+    Raises:
+        UserError: if the path is in another format, or does not exist.
+        HoldsAdapters: for a megazoo checkpoint that holds only adapters.
     """
     path = named_directory(path)
     if is_gguf(path):
@@ -78,17 +83,33 @@ def from_pretrained(
     pad_token_id: int | None = None,
     verify: bool = True,
 ) -> "Model":
-    """Build this rank's part of a model that is on disk; each rank reads only what it owns,
-    straight into its parameters. The model is in evaluation mode until `train_batch` or `train()`.
+    """Load this rank's shard of a model. Every rank of the context calls it.
 
-    path: a checkpoint of any layout, a Hugging Face directory, or org/name[@revision] on the
-    Hugging Face hub, which is downloaded into its cache. ctx: the ambient context by
-    default. dtype: of the weights: a torch.dtype, or its name such as "bfloat16" or "bf16"; by
-    default "auto", the stored one. seed: of the dropout. num_labels: make a classifier of sequences
-    of it; the head of a language model gives way to one that is drawn from the seed. pad_token_id:
-    of such a classifier, if the files don't say it. verify: compare what is read with the
-    checkpoint's checksums, beside the reading. Every rank of the context calls it. Raises
-    UserError, with what is wrong, if it can't be read or cut.
+    Each rank reads only its shard, directly into its parameters.
+
+    Args:
+        path: a megazoo checkpoint of any parallel layout, a Hugging Face directory, a Megatron-LM
+            checkpoint, a GGUF file, or org/name[@revision] on the Hugging Face hub, which is
+            downloaded into the hub's cache.
+        ctx: parallel context; by default the ambient one.
+        dtype: data type of the weights: a torch.dtype or its name, such as "bfloat16" or "bf16".
+            "auto" (the default) is the stored data type.
+        seed: seed of dropout, and of a new classifier head.
+        num_labels: load the model as a sequence classifier with this many labels. A language-model
+            head is replaced by a new one, drawn from the seed.
+        pad_token_id: padding token of that classifier, if the files do not have one.
+        verify: compare the files with the checksums of a megazoo checkpoint while they are read.
+
+    Returns:
+        The model, an nn.Module on ctx.device, in evaluation mode. `train_batch` or `model.train()`
+        switches to training mode.
+
+    Raises:
+        UserError: if the model can't be read, or can't be sharded in this layout.
+
+    Example:
+        ctx = megazoo.ParallelContext.from_torch(tensor_parallel_size=2)
+        model = megazoo.from_pretrained("EleutherAI/pythia-160m", ctx, dtype="bf16")
     """
     ctx = ctx or current_context()
     with propagate_errors(ctx):
@@ -104,17 +125,22 @@ def from_pretrained(
 def with_labels(
     source: ModelSource, num_labels: int | None, pad_token_id: int | None = None
 ) -> Any:
-    """Return the config of a source, or of the classifier that is made of it; UserError if it is
-    one of other labels, or of a family without classifiers. Arguments: see `from_pretrained`."""
+    """Return the config of a source, with num_labels and pad_token_id if they are given.
+
+    They have the meaning of `from_pretrained`. UserError if the source is a classifier with another
+    number of labels, or its family has no classifier.
+    """
     config = source.config
     if num_labels is None or num_labels == config.num_labels:
         return config
     if config.num_labels:
         raise UserError(
-            f"{source.path} is a classifier of {config.num_labels} labels, not {num_labels}"
+            f"{source.path} is a classifier with {config.num_labels} labels, not {num_labels}"
         )
     if missing := {"num_labels", "pad_token_id"} - {f.name for f in fields(config)}:
-        raise UserError(f"{type(config).__name__} has no {min(missing)}: it makes no classifier")
+        raise UserError(
+            f"{type(config).__name__} has no {min(missing)}: its family has no classifier"
+        )
     pad = source.pad_token_id if pad_token_id is None else pad_token_id
     return replace(config, num_labels=num_labels, pad_token_id=pad)
 
@@ -126,53 +152,63 @@ def from_parallelized(
     load_directory: str | Path | None = None,
     **options: Any,
 ) -> "Model":
-    """Build this rank's part of a model that is on disk: `from_pretrained`, which reads checkpoints
-    of any layout, too.
+    """Load this rank's shard of a model: `from_pretrained` under its name in OSLO.
 
-    load_directory: OSLO's name for path. options: as in `from_pretrained`.
+    Args:
+        path: a megazoo checkpoint of any parallel layout, or another path that `from_pretrained`
+            accepts.
+        ctx: parallel context; by default the ambient one.
+        load_directory: the name of `path` in OSLO. Pass one of the two.
+        options: the other arguments of `from_pretrained`.
+
+    Returns:
+        The model, in evaluation mode.
+
+    Raises:
+        UserError: as in `from_pretrained`, and if the directory is passed twice or not at all.
     """
     directory = one_of("from_parallelized", path, "load_directory", load_directory)
     return from_pretrained(directory, ctx, **options)
 
 
 def open_directory(path: str | Path, *, verify: bool = True) -> ModelSource:
-    """Open a directory that a user has named for its weights; UserError says what to do if there is
-    none. verify: see `open_source`."""
+    """Open the directory that a user passed for its weights: see `open_source`. UserError if it
+    does not exist, with what to do."""
     if isinstance(path, torch.nn.Module):
         raise UserError(GIVE_A_DIRECTORY)
     if not isinstance(path, str | Path):
         raise UserError(
             f"weights are read from a directory, not from {type(path).__name__}: "
-            "for random ones, megazoo.from_config"
+            "for random weights, call megazoo.from_config"
         )
     if not named_directory(path).exists():
         is_preset = str(path) in presets()
         random = f"; for random weights call megazoo.from_config({str(path)!r}, ctx)"
         raise UserError(
-            f"{path} is not a directory: there is no {Path(path).absolute()}; "
-            "give one that holds a checkpoint, or what transformers' save_pretrained wrote"
+            f"{path} is not a directory: {Path(path).absolute()} does not exist; "
+            "pass a checkpoint, or a directory that transformers' save_pretrained wrote"
             f"{random if is_preset else ''}"
         )
     return open_source(path, verify=verify)
 
 
 def one_of(function: str, directory: Any, name: str, named: Any) -> Any:
-    """Return the directory that a function was given, by position or by OSLO's name for it;
-    UserError for both."""
+    """Return the directory that was passed to a function, by position or by its name in OSLO;
+    UserError for both or neither."""
     if (directory is None) == (named is None):
         problem = "gets its directory twice" if named is not None else "needs a directory"
         raise UserError(
-            f"{function} {problem}: give {function}(DIRECTORY) or {function}({name}=DIRECTORY)"
+            f"{function} {problem}: call {function}(DIRECTORY) or {function}({name}=DIRECTORY)"
         )
     return named if directory is None else directory
 
 
 def load_weights(source: ModelSource, model: Any) -> None:
-    """Fill this rank's parameters from an open source; its sidecar files travel on.
+    """Fill this rank's parameters from an open source, and keep its sidecar files in the model.
 
-    A classifier takes a language model's weights, too; its head is then drawn from the model's
-    seed. Every rank calls it. UserError if the weights are another model's, or a file has changed
-    since it was written.
+    A classifier also accepts the weights of a language model; its head is then drawn from the
+    model's seed. Every rank calls it. UserError if the weights belong to another model, or a file
+    is corrupt.
     """
     with propagate_errors(model.ctx):
         refuse_rounded(model, "loaded")
@@ -191,8 +227,10 @@ def load_weights(source: ModelSource, model: Any) -> None:
 
 
 def _entries_to_read(source: ModelSource, model) -> list[NamedParameter]:
-    """Return this rank's parameters that a source has, and draw a classifier's new head; UserError
-    if the weights are another model's. What is attached stays as it is."""
+    """Return this rank's parameters that a source has, and draw a classifier's new head.
+
+    Attached parameters stay as they are. UserError if the weights belong to another model.
+    """
     entries = [entry for entry in model.entries() if not entry.spec.added]
     if getattr(model.config, "num_labels", 0) and not source.config.num_labels:
         new = next((entry for entry in entries if entry.name == CLASSIFIER_HEAD), None)
@@ -207,8 +245,14 @@ def _entries_to_read(source: ModelSource, model) -> list[NamedParameter]:
     ]
     other += [entry.name for entry in entries if entry.name not in specs]
     if type(model) is not source.model or other:
-        reason = f"its {other[0]} is another" if other else f"it is a {source.model.__name__}"
-        raise UserError(f"{source.path} is not of this {type(model).__name__}: {reason}")
+        reason = (
+            f"{other[0]} is missing, or has another shape"
+            if other
+            else f"it holds a {source.model.__name__}"
+        )
+        raise UserError(
+            f"{source.path} does not hold the weights of this {type(model).__name__}: {reason}"
+        )
     return entries
 
 
@@ -220,19 +264,18 @@ def save_parallelized(
     merge_checkpoints: bool = False,
     max_shard_size: int | str = "5GB",
 ) -> None:
-    """Write a model from all ranks together, in place of what megazoo wrote there before.
+    """Write a checkpoint or a Hugging Face directory, from all ranks together.
 
-    save_directory: OSLO's name for directory. The files: shards, one for each (tp, pp) rank; or
-    with merge_checkpoints a Hugging Face directory, in files of max_shard_size at most (bytes, or
-    as "5GB"). Raises UserError on every rank if one fails.
+    The arguments, files and errors are those of `Model.save_parallelized`.
     """
     directory = Path(one_of("save_parallelized", directory, "save_directory", save_directory))
     ctx = model.ctx
     ctx.require_ranks()
     if model.attached:
         raise UserError(
-            "the model has adapters beside its weights: megazoo.lora.save(model, DIR) writes them, "
-            "and megazoo.lora.merge(model) makes one of both, which can be saved"
+            "the model has adapters, which can't be saved this way: save them with "
+            "megazoo.lora.save(model, DIRECTORY), or add them to the weights with "
+            "megazoo.lora.merge(model) before saving"
         )
     refuse_rounded(model, "saved")
 
@@ -258,9 +301,8 @@ def save_parallelized(
 
 
 def _check_ours(directory: Path) -> None:
-    """Raise UserError if a directory would be replaced that megazoo didn't write."""
+    """Raise UserError if a directory holds files that megazoo did not write."""
     if name := foreign_entry(directory):
         raise UserError(
-            f"{directory} is not empty, and not of megazoo's writing: choose another; "
-            f"it holds {name}"
+            f"{directory} holds {name}, which megazoo did not write: choose another directory"
         )

@@ -1,4 +1,4 @@
-"""The families of models by name, and the configs that names and files stand for."""
+"""The registry of model families, and how configs are found from a name, a file or an object."""
 
 import dataclasses
 import math
@@ -23,22 +23,35 @@ if TYPE_CHECKING:
 
 Class = TypeVar("Class", bound="type[Model]")
 
-# What to do with a model object, which can't be cut.
+# The error for a model object that is passed in place of a directory or a config.
 GIVE_A_DIRECTORY = (
-    "a model object can't be cut: save it with its save_pretrained(DIRECTORY), then give that "
+    "a model object can't be sharded: save it with its save_pretrained(DIRECTORY), then pass that "
     "directory to megazoo.from_pretrained or megazoo.initialize"
 )
-# Those of the zoo enter themselves, as others may: see `register`.
+# Model classes by family name. `register` fills it, for the models of megazoo and custom models.
 FAMILIES: "dict[str, type[Model]]" = {}
 
 
 def register(name: str) -> Callable[[Class], Class]:
-    """Class decorator: make a model of your own known as `name`, to --model, presets and
-    checkpoints.
+    """Register a model class as a family: a class decorator.
 
-    The class is a `Model` with a frozen dataclass Config and `presets`, of which one is called
-    `name-tiny`. Raises UserError if the name, a preset's name or the Config is another family's, or
-    a preset is of another Config: a config alone says which model is built of it.
+    --model, the presets and the checkpoints can then name the family.
+
+    Args:
+        name: name of the family. The class is a `Model` with a frozen dataclass `Config` and a
+            dictionary `presets`, which has the preset `name-tiny`.
+
+    Returns:
+        The decorator, which returns the class.
+
+    Raises:
+        UserError: if another family has the name, the name of a preset, or the Config; or if a
+            preset is not an instance of the Config. The class of a config selects the model.
+
+    Example:
+        @megazoo.register("mine")
+        class Mine(megazoo.models.Model):
+            Config, presets = MyConfig, {"mine-tiny": MyConfig(...)}
     """
 
     def add(model: Class) -> Class:
@@ -53,7 +66,7 @@ def register(name: str) -> Callable[[Class], Class]:
 
 
 def _check_names(name: str, model: type, others: dict[str, type]) -> None:
-    """Refuse names that another family has, and presets of which none is the tiny one."""
+    """Raise UserError if another family has one of the names, or the tiny preset is missing."""
     taken = {known for family, other in others.items() for known in (family, *other.presets)}
     clash = taken & {name, *model.presets}
     if clash:
@@ -63,12 +76,12 @@ def _check_names(name: str, model: type, others: dict[str, type]) -> None:
 
 
 def _check_config(name: str, model: type, others: dict[str, type]) -> None:
-    """Refuse a Config that another family has, and presets of another Config."""
+    """Raise UserError if another family has the Config, or a preset has another Config."""
     for family, other in others.items():
         if other.Config is model.Config:
             raise UserError(
-                f"{model.Config.__name__} is the Config of {family}: give {name} a Config of its "
-                "own, a frozen dataclass that may inherit from it"
+                f"{model.Config.__name__} is the Config of {family}: define another for {name}, a "
+                "frozen dataclass that may inherit from it"
             )
     for preset, config in model.presets.items():
         if type(config) is not model.Config:
@@ -83,7 +96,10 @@ def family_of(config: Any) -> str:
     for name, model in FAMILIES.items():
         if type(config) is model.Config:
             return name
-    raise UserError(f"{type(config).__name__} is the Config of no registered family")
+    raise UserError(
+        f"{type(config).__name__} is not the Config of a registered family: register its model "
+        "with megazoo.register"
+    )
 
 
 def presets() -> dict:
@@ -92,14 +108,17 @@ def presets() -> dict:
 
 
 def tiny_preset(name: str) -> str:
-    """Return what a name means on the command line: the tiny preset of a family, or the name
-    itself."""
+    """Return the preset that a name selects on the command line: the tiny preset if it is a family,
+    otherwise the name itself."""
     return f"{name}-tiny" if name in FAMILIES else name
 
 
 def find_config(what: Any) -> Any:
-    """Return the config that a name, a file or an object says: see `from_config`. UserError names
-    the nearest name."""
+    """Return the config of a preset's name, a file or an object, as described in `from_config`.
+
+    Raises:
+        UserError: for an unknown name, with the most similar known name; or for another object.
+    """
     if isinstance(what, torch.nn.Module):
         raise UserError(GIVE_A_DIRECTORY)
     if any(type(what) is model.Config for model in FAMILIES.values()):
@@ -112,36 +131,37 @@ def find_config(what: Any) -> Any:
             return config_from_file(Path(name))
         if name in FAMILIES and name not in known:
             raise UserError(
-                f"{name} is a family: name a preset, {', '.join(FAMILIES[name].presets)}"
+                f"{name} is a model family: choose one of its presets, "
+                f"{', '.join(FAMILIES[name].presets)}"
             )
         if name not in known:
             hint = hint_to_load(name) or nearest(name, {*known, *FAMILIES})
             raise UserError(
-                f"unknown model or preset {name!r}{hint}; there are presets of "
-                f"{', '.join(FAMILIES)}, which `megazoo models` lists"
+                f"unknown model or preset {name!r}{hint}; `megazoo models` lists the presets of "
+                f"{', '.join(FAMILIES)}"
             )
         return known[name]
     if hasattr(what, "model_type") and hasattr(what, "to_dict") and not isinstance(what, type):
         # a config object of transformers
         return config_from_hugging_face(what.to_dict())
     raise UserError(
-        f"{type(what).__name__} is no config: give a preset's name, a config object, its "
-        "to_dict(), or a config file"
+        f"{type(what).__name__} is not a config: pass a preset's name, a config object, its "
+        "to_dict(), or the path of a config file"
     )
 
 
 def family_named(name: str) -> "type[Model]":
-    """Return a family's class; UserError names the nearest name."""
+    """Return a family's class; UserError for an unknown name, with the most similar one."""
     if not isinstance(name, str) or name not in FAMILIES:
         hint = nearest(name, FAMILIES) if isinstance(name, str) else ""
         raise UserError(
-            f"unknown model family {brief(name)}{hint}; there are {', '.join(FAMILIES)}"
+            f"unknown model family {brief(name)}{hint}; supported: {', '.join(FAMILIES)}"
         )
     return FAMILIES[name]
 
 
 def config_from_dict(family: str, values: dict) -> Any:
-    """Return a family's config from the dictionary that `dataclasses.asdict` made of it."""
+    """Return a family's config from the dictionary of its fields (`dataclasses.asdict`)."""
     cls = family_named(family).Config
     unknown = set(values) - {field.name for field in dataclasses.fields(cls)}
     if unknown:
@@ -150,10 +170,10 @@ def config_from_dict(family: str, values: dict) -> Any:
 
 
 def _typed_values(cls: type, values: dict) -> dict:
-    """Return the values of a config's fields, as a file has them, each of its field's type.
+    """Convert the values of a config file to the types of the config's fields.
 
-    UserError for one that is of another type or not finite, and for a field that is not there. Of a
-    user's own types nothing is known, and what a field has by default it may have in a file.
+    A field's default is always accepted. Values of custom types are not converted. UserError for a
+    value of another type, for a number that is not finite, and for a missing field.
     """
     try:
         kinds = get_type_hints(cls)
@@ -174,7 +194,7 @@ def _typed_values(cls: type, values: dict) -> dict:
 
 
 def _is_plain(kind: Any) -> bool:
-    """Whether a type is made of those that JSON has."""
+    """Return whether a type consists only of JSON types."""
     if get_origin(kind) is Literal:
         return True
     if get_origin(kind) in (Union, UnionType, list, tuple, dict):
@@ -183,8 +203,11 @@ def _is_plain(kind: Any) -> bool:
 
 
 def config_from_file(path: Path) -> Any:
-    """Read a config from Hugging Face's config.json, or from JSON or TOML with our names: model =
-    "llama", layers = 2 ..."""
+    """Read a config from a file.
+
+    path: a config.json of Hugging Face, or JSON or TOML with megazoo's names, such as
+    model = "llama" and layers = 2.
+    """
     data = read_bytes(path)
     try:
         values = tomllib.loads(data.decode()) if path.suffix == ".toml" else json_object(path, data)
@@ -196,9 +219,10 @@ def config_from_file(path: Path) -> Any:
 
 
 def _config_from_values(values: dict, origin: str) -> Any:
-    """Return a family's config from what a config file or `to_dict` holds. origin: for errors."""
+    """Return a family's config from the values of a config file or of `to_dict`. origin: the name
+    of the source in errors."""
     if not {"model", "model_type"} & values.keys():
-        raise UserError(f"{origin} says neither model_type (Hugging Face's name) nor model (ours)")
+        raise UserError(f"{origin} has neither model_type (Hugging Face) nor model (megazoo)")
     try:
         if "model_type" in values:
             return config_from_hugging_face(values)
@@ -208,9 +232,9 @@ def _config_from_values(values: dict, origin: str) -> Any:
 
 
 def config_from_hugging_face(values: dict) -> Any:
-    """Return a family's config from the dictionary that Hugging Face's config.json holds.
+    """Return a family's config from the values of a Hugging Face config.json.
 
-    UserError names a field that changes the mathematics and is not supported, with its value.
+    UserError for an unsupported field that changes what the model computes, with its value.
     """
     family = values["model_type"]
     if not isinstance(family, str):
@@ -222,14 +246,14 @@ def config_from_hugging_face(values: dict) -> Any:
     }
     if family not in known:
         raise UserError(
-            f"model_type {family!r} is not supported: there are {', '.join(sorted(known))}"
+            f"model_type {family!r} is not supported; supported: {', '.join(sorted(known))}"
         )
     model, fields = known[family], ConfigReader(values)
     config = model.Config.from_hugging_face(fields)
     fields.finish()
     _typed_values(type(config), vars(config))
     one_layer = dataclasses.replace(config, layers=min(config.layers, 1))
-    model.on_meta(one_layer, ParallelContext())  # refuses what the layers don't know
+    model.on_meta(one_layer, ParallelContext())  # raises for values that the layers don't support
     return config
 
 
@@ -240,17 +264,29 @@ def from_config(
     dtype: torch.dtype | str | None = torch.float32,
     seed: int = 0,
 ) -> "Model":
-    """Build this rank's part of a model with initial weights that depend on the seed alone, not on
-    the layout.
+    """Build this rank's shard of a model with random initial weights.
 
-    config: a preset's name, such as "gpt2", "llama-7b" or "llama-tiny"; a family's config object or
-        its to_dict(); a config object of transformers; or the path of a config file: Hugging Face's
-        config.json, or JSON or TOML with our names.
-    ctx: the parallel context; the ambient one by default. Returns an nn.Module on ctx.device.
-    dtype: of the weights: a torch.dtype, or its name such as "bfloat16" or "bf16"; "auto" is the
-        dtype that a config object of transformers has, otherwise float32.
-    Errors: UserError for an unknown name, or a model that the layout can't cut.
+    Args:
+        config: a preset's name, such as "gpt2", "llama-7b" or "llama-tiny" (`megazoo models` lists
+            them); a family's config object or its to_dict(); a config object of transformers; or
+            the path of a config file: a Hugging Face config.json, or JSON or TOML with megazoo's
+            names.
+        ctx: parallel context; by default the ambient one.
+        dtype: data type of the weights: a torch.dtype or its name, such as "bfloat16" or "bf16".
+            "auto" is the dtype of a transformers config object, otherwise float32.
+        seed: seed of the initial weights and of dropout. The weights are the same in every parallel
+            layout.
+
+    Returns:
+        The model, an nn.Module on ctx.device, in training mode.
+
+    Raises:
+        UserError: if the name is unknown, or the model can't be sharded in this layout.
+
+    Example:
+        ctx = megazoo.ParallelContext.from_torch(tensor_parallel_size=2)
+        model = megazoo.from_config("llama-tiny", ctx, dtype="bf16")
     """
-    ours = find_config(config)
+    found = find_config(config)
     dtype = dtype_named(dtype) or dtype_named(getattr(config, "dtype", None)) or torch.float32
-    return FAMILIES[family_of(ours)].build(ours, ctx or current_context(), dtype=dtype, seed=seed)
+    return FAMILIES[family_of(found)].build(found, ctx or current_context(), dtype=dtype, seed=seed)

@@ -1,4 +1,4 @@
-"""Rules that the layout and the batches of a run must keep to, for the model that it trains."""
+"""Checks of the parallel layout and the batches of a run, for the model that it trains."""
 
 from typing import Any
 
@@ -9,11 +9,11 @@ from megazoo.parallel.schedule import check_schedule
 
 
 def check_layout(family: type[Model], config: Any, layout: ParallelContext, schedule: str) -> None:
-    """Raise UserError if a layout can't cut the model, or can't have the schedule. layout: any
-    rank's context."""
+    """Raise UserError if the model can't be sharded in a layout, or the schedule does not support
+    it. layout: the context of any rank."""
     tp, pp, virtual = layout.tp_size, layout.pp_size, layout.virtual_size
     family.check(config, tp, pp, virtual)
-    # Each of these refuses what can't be.
+    # Each of these calls raises UserError for an invalid layout.
     check_schedule(schedule, pp, virtual)
     family.all_stages(config, layout)
     if layout.cp_size > 1 and layout.cp_method == "ulysses":  # whose ranks need a head each
@@ -35,7 +35,7 @@ def check_batch(global_batch_size: int, micro_batch_size: int, dp: int) -> None:
 
 
 def check_sequence(family: type[Model], config: Any, length: int) -> None:
-    """Raise UserError if the model has no positions for a sequence of so many tokens."""
+    """Raise UserError if a sequence of `length` tokens is too long for the model."""
     longest = family.longest_sequence(config)
     if length > longest:
         scaled = f", which its rotary scaling takes to {longest}"

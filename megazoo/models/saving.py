@@ -1,4 +1,4 @@
-"""The calls by which users write a model's weights, and read others into it."""
+"""The methods of `Model` that save its weights and load others into it."""
 
 import tempfile
 from datetime import timedelta
@@ -26,18 +26,26 @@ class Saving:
         merge_checkpoints: bool = False,
         max_shard_size: int | str = "5GB",
     ) -> None:
-        """Write a checkpoint of the weights, from all ranks together; any layout can load it.
+        """Save a checkpoint of the weights, from all ranks together. Any parallel layout can load
+        it.
+
+        The files are megazoo.json, one .safetensors file per (tp, pp) rank, and the tokenizer files
+        that were loaded with the weights.
 
         Args:
-            directory: where to write. What megazoo wrote there before is replaced.
-            save_directory: OSLO's name for directory.
-            merge_checkpoints: write a Hugging Face directory instead: see `save_pretrained`.
-            max_shard_size: as in `save_pretrained`; without merge_checkpoints it has no effect.
+            directory: directory to write. A model that megazoo wrote there before is replaced.
+            save_directory: the name of `directory` in OSLO. Pass one of the two.
+            merge_checkpoints: write a Hugging Face directory instead, as `save_pretrained` does.
+            max_shard_size: largest size of a weight file with merge_checkpoints, in bytes or as a
+                string such as "5GB"; otherwise it has no effect.
 
-        Files: megazoo.json and one .safetensors file per (tp, pp) rank; tokenizer files that came
-        with the weights.
-        Errors: UserError, on every rank, if one of them fails, if the directory holds other files,
-        or if the model has adapters.
+        Raises:
+            UserError: on every rank, if one of them fails, if the directory holds other files, or
+                if the model has adapters.
+
+        Example:
+            model.save_parallelized("saved")
+            model = megazoo.from_parallelized("saved", ctx)
         """
         save_parallelized(
             self,
@@ -51,18 +59,21 @@ class Saving:
     def save_pretrained(
         self, save_directory: str | Path, *, max_shard_size: int | str = "5GB"
     ) -> None:
-        """Write a Hugging Face directory, from all ranks together, a piece at a time.
+        """Save a Hugging Face directory, from all ranks together.
+
+        transformers' AutoModelForCausalLM.from_pretrained and megazoo.from_pretrained load it. The
+        files are config.json, model.safetensors, and the tokenizer files and generation_config.json
+        that were loaded with the weights. If the weights exceed max_shard_size, there are several
+        files, model-00001-of-00002.safetensors and so on, and model.safetensors.index.json. Ranks
+        stream the tensors: none holds the whole model.
 
         Args:
-            save_directory: where to write. What megazoo wrote there before is replaced.
-            max_shard_size: the largest file of weights, in bytes or as "5GB".
+            save_directory: directory to write. A model that megazoo wrote there before is replaced.
+            max_shard_size: largest size of a weight file, in bytes or as a string such as "5GB".
 
-        Files: config.json; model.safetensors, or, if the weights exceed max_shard_size,
-        model-00001-of-00002.safetensors and so on with model.safetensors.index.json; tokenizer
-        files and generation_config.json that came with the weights. transformers'
-        AutoModelForCausalLM.from_pretrained and megazoo.from_pretrained load it.
-        Errors: as in `save_parallelized`; UserError also for a config that transformers' model
-        can't represent.
+        Raises:
+            UserError: on every rank, if one of them fails, if the directory holds other files, if
+                the model has adapters, or if the model in transformers can't represent the config.
 
         Example:
             model = megazoo.from_pretrained("path/to/gpt2", ctx)
@@ -82,17 +93,23 @@ class Saving:
         commit_message: str = "Upload model",
         max_shard_size: int | str = "5GB",
     ) -> str:
-        """Write a Hugging Face directory to a repository of the Hugging Face hub; return its
-        address. Every rank calls it; all must see the temporary directory of rank 0.
+        """Upload a Hugging Face directory to a repository of the Hugging Face hub. Every rank calls
+        it.
+
+        It needs huggingface_hub (pip install 'megazoo[hub]') and uses its token. All ranks must be
+        able to write to the temporary directory of rank 0.
 
         Args:
-            repo_id: org/name; made if it is not there.
+            repo_id: name of the repository, org/name. It is created if it does not exist.
             private: whether a new repository is private; by default the hub's setting.
-            commit_message: of the commit.
-            max_shard_size: as in `save_pretrained`.
+            commit_message: message of the commit.
+            max_shard_size: largest size of a weight file, in bytes or as a string such as "5GB".
 
-        Errors: as in `save_pretrained`; UserError, exit code 1, if the upload fails. It needs
-        huggingface_hub (pip install 'megazoo[hub]'), whose token is used.
+        Returns:
+            The URL of the repository.
+
+        Raises:
+            UserError: as in `save_pretrained`, and with exit code 1 if the upload fails.
         """
         check_upload(repo_id)
         ctx = self.ctx
@@ -120,11 +137,19 @@ class Saving:
         load_directory: str | Path | None = None,
         verify: bool = True,
     ) -> Self:
-        """Take the weights of a checkpoint of any layout, or of a Hugging Face directory; returns
-        self.
+        """Load other weights into this model. Every rank calls it.
 
-        load_directory: OSLO's name for directory. verify: as in `from_pretrained`. UserError if
-        they are of another model.
+        Args:
+            directory: a checkpoint of any parallel layout, a Hugging Face directory, or another
+                path that `megazoo.from_pretrained` accepts.
+            load_directory: the name of `directory` in OSLO. Pass one of the two.
+            verify: compare the files with the checksums of a megazoo checkpoint.
+
+        Returns:
+            The model itself.
+
+        Raises:
+            UserError: if the weights belong to another model, or a file is corrupt.
         """
         given = one_of("from_parallelized", directory, "load_directory", load_directory)
         load_weights(open_directory(given, verify=verify), self)

@@ -1,4 +1,4 @@
-"""A model on disk: named global tensors, and the config that says what they are."""
+"""A model on disk: named global tensors, and the config of the model."""
 
 import math
 from functools import cached_property
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 class ModelSource(TensorSource):
-    """Tensors on disk of which a config says what they are.
+    """The tensors and the config of a model on disk.
 
-    config: the family's. What is opened is consistent: every tensor is there in the shape that the
-    config says, in files that are large enough for it.
+    config: the config of the family. Opening checks that every tensor of the config exists with the
+    right shape, in files that are large enough.
     """
 
     config: Any
@@ -38,18 +38,18 @@ class ModelSource(TensorSource):
 
     @cached_property
     def specs(self) -> dict[str, ParameterSpec]:
-        """The shape and cut of every weight, by its global name."""
+        """The shape and shards of every weight, by its global name."""
         model = self.on_meta(ParallelContext())
         return {entry.name: entry.spec for entry in model.entries()}
 
     def on_meta(self, ctx: ParallelContext) -> "Model":
-        """Make a rank's part of its model without memory."""
+        """Build a rank's shard of the model on the meta device."""
         return self.model.on_meta(self.config, ctx)
 
     @property
     def tokenizer(self) -> str | None:
-        """What opens its tokenizer: its own directory, if the files are there, or what it was
-        trained with."""
+        """The name of its tokenizer: its directory if the files are there, or "byte" if it was
+        trained with bytes."""
         if has_tokenizer(self.path):
             return str(self.path)
         settings = self.trainer.get("settings")
@@ -58,9 +58,9 @@ class ModelSource(TensorSource):
 
     @property
     def pad_token_id(self) -> int | None:
-        """What pads a row, if anything says so."""
-        ours = getattr(self.config, "pad_token_id", None)
-        return self.generation.get("pad_token_id") if ours is None else ours
+        """The padding token in the config or generation_config.json, or None."""
+        token = getattr(self.config, "pad_token_id", None)
+        return self.generation.get("pad_token_id") if token is None else token
 
     def weight_bytes(self, dtype: torch.dtype | None = None) -> int:
         """Return the bytes of the weights, in dtype or as stored."""
@@ -70,8 +70,8 @@ class ModelSource(TensorSource):
         )
 
     def all_files(self, states: bool) -> set[str]:
-        """Return the files of all weights, and with `states` those of the optimizer's state, too;
-        none where there are no checksums."""
+        """Return the files of all weights, with `states` also those of the optimizer state. A
+        format without checksums has none."""
         tensors = list(self.specs.items())
         if states:
             tensors += [
@@ -91,8 +91,8 @@ class ModelSource(TensorSource):
 
 
 class SavedSource(ModelSource, Checkpoint):
-    """A checkpoint whose config is one of a known family. UserError if its tensors are not what the
-    config, and what it says of adapters, make them."""
+    """A checkpoint of a registered family. UserError if its tensors don't match the config and the
+    settings of the adapters."""
 
     def __init__(self, path: str | Path, *, verify: bool = True):
         super().__init__(path, verify=verify)
@@ -101,7 +101,7 @@ class SavedSource(ModelSource, Checkpoint):
         try:
             self.config = config_from_dict(self.family, self.values)
             self._check_config()
-            specs = self.specs  # refuses sizes that no model has
+            specs = self.specs  # raises for sizes that are out of range
         except UserError as error:
             raise UserError(f"{self.path / MANIFEST}: {error}") from None
         for name, spec in specs.items():
@@ -109,20 +109,22 @@ class SavedSource(ModelSource, Checkpoint):
         self._check_cuts()
         states = {f"{name}.{state}" for name in specs for state in self.states_of(name)}
         if unexpected := self.tensors.keys() - specs.keys() - states:
-            raise UserError(f"{self.path / MANIFEST}: its config knows no {min(unexpected)}")
+            raise UserError(
+                f"{self.path / MANIFEST}: the model of its config has no {min(unexpected)}"
+            )
         if self.total_bytes() > sum(self.file_sizes().values()):
             raise UserError(f"{self.path} has too few bytes for the tensors of its manifest")
 
     def _check_kind(self) -> None:
-        """Raise UserError if it holds another kind of contents than this class reads."""
+        """Raise UserError if this class does not read this kind of checkpoint."""
         raise NotImplementedError
 
     def _check_config(self) -> None:
-        """Raise UserError for what can't be built, before it is built on meta."""
+        """Raise UserError for an invalid config, before the model is built on meta."""
 
     def _check_cuts(self) -> None:
-        """Raise UserError if a weight is not cut as the model cuts it for the layout of the run
-        that wrote it: its rows would be taken for others."""
+        """Raise UserError if a weight is not sharded as in the model, for the layout of the run
+        that wrote it: its rows would be read in the wrong order."""
         layout, folded = self.layout, self.layout.get("folded")
         writers = ParallelContext.virtual(
             layout["tp"], dp=layout["dp"] if folded else 1, folded=folded
@@ -131,24 +133,23 @@ class SavedSource(ModelSource, Checkpoint):
             stored = spec_from_manifest(self.tensors[entry.name])
             if stored.shards != entry.spec.shards_in(writers):
                 raise UserError(
-                    f"{self.path / MANIFEST}: {entry.name} is not cut as the model's is"
+                    f"{self.path / MANIFEST}: {entry.name} is not sharded as in the model"
                 )
 
 
 class HoldsAdapters(UserError):
-    """A checkpoint that holds adapters alone stands where a whole model is needed."""
+    """A complete model is needed, but the checkpoint holds only adapters."""
 
     def __init__(self, path: Path):
         self.path = path
         super().__init__(
-            f"{path} holds adapters alone: give its base as the model, and it as --adapter "
-            "(in Python: megazoo.lora.load)"
+            f"{path} holds only adapters: pass its base as the model, and this checkpoint as "
+            "--adapter (in Python: megazoo.lora.load)"
         )
 
 
 class SavedModel(SavedSource):
-    """A checkpoint that holds a whole model of a known family. UserError if its tensors are not
-    what the config says."""
+    """A checkpoint of a complete model. UserError if its tensors don't match the config."""
 
     def _check_kind(self) -> None:
         if self.about_adapters:

@@ -208,6 +208,6 @@ def test_a_file_that_another_process_cuts_short_while_saving_is_found(whole, tmp
     shutil.copytree(whole[0], tmp_path / "run")
     file = tmp_path / "run" / "step_00000001" / "optimizer_tp_0_pp_0_dp_0.safetensors"
     os.truncate(file, file.stat().st_size - 1)
-    told = r"optimizer_tp_0_pp_0_dp_0\.safetensors has \d+ bytes, the manifest says \d+"
+    told = r"optimizer_tp_0_pp_0_dp_0\.safetensors has \d+ bytes, but megazoo.json has \d+"
     with pytest.raises(UserError, match=told):
         SavedModel(tmp_path / "run")

@@ -42,11 +42,11 @@ def test_a_link_is_not_followed(tmp_path, precious):
     (run / "latest").symlink_to(precious / "trainer.json")
     (tmp_path / "out").symlink_to(precious)
     for step in (2, 3):
-        refusal = f"{run / step_name(step)} is a symbolic link: name what it points to"
+        refusal = f"{run / step_name(step)} is a symbolic link: pass the path that it points to"
         with pytest.raises(UserError, match=refusal):
             save(run, step, model)
     assert names(run) == ["latest", step_name(2), step_name(3)]
-    refusal = f"{tmp_path}/out is a symbolic link: name what it points to"
+    refusal = f"{tmp_path}/out is a symbolic link: pass the path that it points to"
     with pytest.raises(UserError, match=refusal):
         model.save_parallelized(tmp_path / "out")
     source = open_source(precious)
@@ -66,7 +66,7 @@ def test_small_files_are_not_written_through_a_link(tmp_path):
     (tmp_path / "mine").write_text("my text")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".latest.partial").symlink_to(tmp_path / "mine")
-    with pytest.raises(UserError, match=r"\.latest\.partial is a link, and would be written"):
+    with pytest.raises(UserError, match=r"\.latest\.partial is a link, and another file"):
         save(tmp_path / "run", 1, tiny_model())
     assert (tmp_path / "mine").read_text() == "my text"
     assert names(tmp_path / "run") == [".latest.partial"]
@@ -135,7 +135,7 @@ def test_overwrite_replaces_only_what_megazoo_wrote(tmp_path, tool, precious):
         assert names(tmp_path) == ["out", "precious"]
         for name in ("thesis.tex", ".hidden"):
             (out / name).write_text("my work")
-            refusal = f"{out} holds {name}, which megazoo did not write: move it, or choose another"
+            refusal = f"{out} holds {name}, which megazoo did not write: move it, or"
             with pytest.raises(UserError, match=refusal):
                 writers(source, out)[tool]()
             assert (out / name).read_text() == "my work"
@@ -151,7 +151,7 @@ def test_overwrite_replaces_only_what_megazoo_wrote(tmp_path, tool, precious):
     save_file({"a": torch.ones(2)}, out / "model.safetensors", {"format": "pt"})
     with pytest.raises(UserError, match="did not write"):
         writers(source, out)[tool]()
-    with pytest.raises(UserError, match="is not empty, and not of megazoo's writing: choose anoth"):
+    with pytest.raises(UserError, match="which megazoo did not write: choose another dire"):
         tiny_model().save_parallelized(out)
     assert names(out) == ["config.json", "model.safetensors"]
 
@@ -160,16 +160,22 @@ def test_overwrite_spares_runs_and_the_input(tmp_path, precious):
     source, run = open_source(precious), tmp_path / "run"
     save(run, 1, tiny_model())
     for output, refusal in (
-        (run, f"{run} holds latest: it is a run's; choose another"),
-        (precious, f"{precious} is the input, too: choose another"),
-        (precious.parent, f"{precious.parent} holds the input, {precious}: choose another"),
-        (precious / "out", f"{precious}/out lies in the input, {precious}: choose another"),
-        (tmp_path / "x/../precious" / precious.name, "is the input, too: choose another"),
+        (run, f"{run} holds latest, so it is the directory of a run: choose another"),
+        (precious, f"{precious} is also the input: choose another output"),
+        (
+            precious.parent,
+            f"{precious.parent} contains the input, {precious}: choose another output",
+        ),
+        (
+            precious / "out",
+            f"{precious}/out is inside the input, {precious}: choose another output",
+        ),
+        (tmp_path / "x/../precious" / precious.name, "is also the input: choose another output"),
     ):
         for write in writers(source, output).values():
             with pytest.raises(UserError, match=refusal):
                 write()
-    with pytest.raises(UserError, match="not of megazoo's writing: choose another"):
+    with pytest.raises(UserError, match="which megazoo did not write: choose another"):
         tiny_model().save_parallelized(run)
     Checkpoint(run).verify()
     assert names(run) == ["latest", step_name(1)]

@@ -182,7 +182,7 @@ def test_a_lock_file_of_another_program_stays_as_it_is(tmp_path):
         lock = tmp_path / kind / ".lock"
         lock.parent.mkdir()
         make(lock)
-        with pytest.raises(UserError, match=f"{lock} is not a lock of megazoo's: move it"):
+        with pytest.raises(UserError, match=f"{lock} is not a lock file of megazoo: move it"):
             save(lock.parent, 1, tiny_model())
         assert mine.read_text() == "my text"
         assert names(lock.parent) == [".lock"]

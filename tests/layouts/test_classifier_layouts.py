@@ -191,7 +191,7 @@ def test_a_run_goes_on_bit_for_bit(job, tmp_path):
     whole = losses(one)
     assert losses(tmp_path / "m") == {step: whole[step] for step in (3, 4)}
     assert numbers(tmp_path / "m") == numbers(one)[-1:]
-    with pytest.raises(UserError, match="is a classifier of 2 labels, not 3"):
+    with pytest.raises(UserError, match="is a classifier with 2 labels, not 3"):
         pretrain.main([*resumed, "--num-labels", "3"])
     pretrain.main([*resumed, "--num-labels", "2", "--steps", "5"])
 
@@ -244,7 +244,7 @@ def test_a_family_without_labels_makes_no_classifier(tmp_path):
 
     source = SimpleNamespace(config=Bare(), path=tmp_path, pad_token_id=None)
     add_missing_fields(Bare)
-    with pytest.raises(UserError, match="Bare has no num_labels: it makes no classifier"):
+    with pytest.raises(UserError, match="Bare has no num_labels: its family has no classifier"):
         with_labels(source, 2)
 
 

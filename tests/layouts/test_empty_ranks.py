@@ -187,7 +187,7 @@ def warnings_of_building(layout: dict) -> list[str]:
 
 def test_rank_0_warns_of_a_stage_without_layers(ranks):
     line = (
-        "stage 2 of 2 gets no layers: its head weighs as much as 10.0 of them; "
+        "stage 2 of 2 gets no layers: its head costs as much compute as 10.0 layers; "
         "use stage_layers uniform (--stage-layers uniform), or a smaller pp"
     )
     assert ranks(warnings_of_building, 4, dict(tp=2, pp=2)) == [[line], [], [], []]
@@ -210,7 +210,7 @@ def test_programs_warn_in_one_line(ranks, tmp_path):
     job += f" --global-batch-size 2 --micro-batch-size 1 --save {tmp_path}"
     assert ranks(told_by, 4, pretrain.main, job.split()) == [
         [
-            "stage 2 of 2 gets no layers: its head weighs as much as 9.6 of them; "
+            "stage 2 of 2 gets no layers: its head costs as much compute as 9.6 layers; "
             "use stage_layers uniform (--stage-layers uniform), or a smaller pp"
         ],
         *[[]] * 3,

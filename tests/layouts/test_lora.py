@@ -406,5 +406,5 @@ def saves_what_the_last_stage_trains_beside(where):
 def test_what_is_trained_beside_is_not_lost(ranks, tmp_path):
     """PEFT's files would leave it out, and compute something else."""
     for told in ranks(saves_what_the_last_stage_trains_beside, 2, tmp_path / "out"):
-        assert told.startswith("norm.weight: trained beside the adapters, and not saved with them")
+        assert told.startswith("norm.weight: trained in addition to the adapters, but not saved")
     assert not (tmp_path / "out").exists()

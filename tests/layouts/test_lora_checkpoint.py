@@ -277,7 +277,9 @@ def test_what_else_is_trained_is_held_too(tmp_path):
     assert torch.equal(other.score.weight, model.score.weight)
     norms = fresh().train_only("lora|^norm")
     assert "norm.weight" in SavedAdapters(save(tmp_path, 2, norms)).specs
-    with pytest.raises(UserError, match=r"has norm\.weight, which is frozen here: train the same"):
+    with pytest.raises(
+        UserError, match=r"has norm\.weight, which is frozen in the model: train the"
+    ):
         load(Checkpoint(tmp_path), fresh())
 
 
@@ -334,7 +336,10 @@ A = "layers.1.attention.qkv.lora.q.A"
 FORGERIES = {
     "adapters alone": (lambda m: m.pop("base"), "base is missing"),
     "a base alone": (lambda m: m.pop("adapters"), "adapters is missing"),
-    "neither": (lambda m: (m.pop("base"), m.pop("adapters")), "has no adapters: it holds a whole"),
+    "neither": (
+        lambda m: (m.pop("base"), m.pop("adapters")),
+        "has no adapters: it holds a complete",
+    ),
     "rank 0": (adapters(rank=0), r"adapters\.rank is 0"),
     "huge rank": (adapters(rank=2**50), r"adapters\.rank is"),
     "another rank": (adapters(rank=3), r"has shape \[2, 32\], the model's is \[3, 32\]"),
@@ -343,9 +348,12 @@ FORGERIES = {
     "alpha nan": (adapters(alpha=float("nan")), "alpha"),
     "dropout": (adapters(dropout=1.0), r"adapters\.dropout is 1"),
     "no targets": (adapters(targets=[]), r"adapters\.targets is a list"),
-    "unknown target": (adapters(targets=["qq"]), "the target 'qq' is no linear layer"),
-    "unknown setting": (adapters(zzz=1), "adapters has the unknown zzz: upgrade megazoo"),
-    "other targets": (adapters(targets=["q"]), r"its config knows no layers\.0.*lora\.v"),
+    "unknown target": (adapters(targets=["qq"]), "the target 'qq' is not a linear layer"),
+    "unknown setting": (adapters(zzz=1), "adapters has the unknown key zzz: upgrade megazoo"),
+    "other targets": (
+        adapters(targets=["q"]),
+        r"the model of its config has no layers\.0.*lora\.v",
+    ),
     "more targets": (adapters(targets=["q", "v", "up"]), "has no tensor layers.0.mlp"),
     "target with a line": (adapters(targets=["q\n"]), "can't be the name of a target"),
     "a missing key": (lambda m: m["adapters"].pop("rslora"), "adapters has no rslora"),
@@ -362,7 +370,7 @@ FORGERIES = {
             m["tensors"][A.replace("q.A", "q.B") + state]["shard"].update(units=[4])
             for state in ("", ".exp_avg", ".exp_avg_sq")
         ],
-        "is not cut as the model's is",
+        "is not sharded as in the model",
     ),
     "another base": (of_base(checksum="0" * 16), "belong to another base: its checksum is 0000"),
 }
@@ -383,25 +391,33 @@ def test_a_flipped_bit_of_the_adapters_is_found(saved, tmp_path):
     data = bytearray((path / "model_tp_0_pp_0.safetensors").read_bytes())
     data[-3] ^= 1
     (path / "model_tp_0_pp_0.safetensors").write_bytes(data)
-    with pytest.raises(UserError, match=r"model_tp_0_pp_0\.safetensors has changed"):
+    with pytest.raises(UserError, match=r"model_tp_0_pp_0\.safetensors is corrupt"):
         load(SavedAdapters(path), fresh())
 
 
 def test_kinds_of_checkpoints_are_told_apart(saved, tmp_path):
     whole = save(tmp_path, 1, megazoo.from_config(LLAMA, seed=3))
     assert "adapters" not in Checkpoint(whole).manifest
-    with pytest.raises(HoldsAdapters, match="give its base as the model, and it as --adapter"):
+    with pytest.raises(HoldsAdapters, match="pass its base as the model, and this"):
         SavedModel(saved)
     with pytest.raises(HoldsAdapters):
         megazoo.from_pretrained(saved)
-    with pytest.raises(UserError, match="has no adapters: it holds a whole model"):
+    with pytest.raises(UserError, match="has no adapters: it holds a complete model"):
         SavedAdapters(whole)
     for checkpoint, model, message in [
-        (saved, megazoo.from_config(LLAMA, seed=3), "and the model has none: megazoo.lora.load"),
-        (whole, fresh(), r"has no adapters, the model has: load it before megazoo\.lora\.add"),
-        (saved, fresh(rank=4), "has adapters of rank 2, the model's have 4"),
-        (saved, fresh(targets="q"), r"adapters of targets \['q', 'v'\], the model's have \['q'\]"),
-        (saved, fresh().train_only("norm|lora"), "has no layers.0.attention_norm.weight: it was"),
+        (saved, megazoo.from_config(LLAMA, seed=3), "but the model has none: load them with megaz"),
+        (whole, fresh(), r"has no adapters, but the model has: load it before megazoo\.lora\.add"),
+        (saved, fresh(rank=4), "has adapters with rank 2, the model's have 4"),
+        (
+            saved,
+            fresh(targets="q"),
+            r"adapters with targets \['q', 'v'\], the model's have \['q'\]",
+        ),
+        (
+            saved,
+            fresh().train_only("norm|lora"),
+            "has no layers.0.attention_norm.weight, which was",
+        ),
     ]:
         with pytest.raises(UserError, match=message):
             load(Checkpoint(checkpoint), model)

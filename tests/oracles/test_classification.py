@@ -176,12 +176,12 @@ def test_labels_and_rows_that_cannot_be_are_refused(tmp_path):
     with pytest.raises(UserError, match="classifier takes labels, not targets"):
         model.train_batch(ids, targets=ids)
     model.save_parallelized(tmp_path / "three")
-    with pytest.raises(UserError, match="is a classifier of 3 labels, not 4"):
+    with pytest.raises(UserError, match="is a classifier with 3 labels, not 4"):
         megazoo.from_pretrained(tmp_path / "three", num_labels=4)
     with pytest.raises(UserError, match="classifier"):
         model.generate(ids)
     with pytest.raises(
-        UserError, match="problem_type 'regresion' is not supported: there are regression"
+        UserError, match="problem_type 'regresion' is not supported; supported: regression"
     ):
         megazoo.from_config(tiny_config(num_labels=3, problem_type="regresion"))
     with pytest.raises(UserError, match="loss_fn must return one number"):

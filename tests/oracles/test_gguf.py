@@ -312,7 +312,7 @@ def test_numbers_of_the_other_byte_order_are_refused(tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(UserError, match=r"big\.gguf is not supported: its numbers are big-endian"):
+    with pytest.raises(UserError, match=r"big\.gguf is not supported: it is big-endian"):
         open_source(tmp_path / "big.gguf")
 
 
@@ -321,7 +321,7 @@ def test_broken_files_are_named(small, tmp_path):
     for size in (4, 20, 300, len(data) // 2, len(data) - 1):
         file = tmp_path / f"{size}.gguf"
         file.write_bytes(data[:size])
-        with pytest.raises(UserError, match=f"{size}.gguf is no whole GGUF file"):
+        with pytest.raises(UserError, match=f"{size}.gguf is not a complete GGUF file"):
             open_source(file)
 
 
@@ -374,7 +374,7 @@ def test_an_output_loses_nothing(small, tmp_path):
         (tmp_path / "model", False, "give OUTPUT a name such as model.gguf"),
         (other, False, "exists: choose another name, or --overwrite"),
         (other, True, "is no GGUF file"),
-        (small, True, "is the input, too"),
+        (small, True, "is also the input"),
         (tmp_path / "m-00001-of-00003.gguf", False, "is the name of one of several files"),
     ):
         with pytest.raises(UserError, match=message):

@@ -143,12 +143,12 @@ def test_stages_may_be_cut_evenly_or_by_numbers():
 
 
 REFUSED = [
-    ({"heads": 5}, 1, 1, "heads 5 don't divide hidden-size 32"),
-    ({"ffn_size": 132}, 3, 1, "tp 3 doesn't divide heads 4: use tp 1, 2 or 4"),
-    ({}, 8, 1, "tp 8 doesn't divide heads 4: use tp 1, 2 or 4"),
-    ({"ffn_size": 3}, 4, 1, "tp 4 exceeds ffn-size 3: use tp 1 or 2"),
+    ({"heads": 5}, 1, 1, "hidden-size 32 is not divisible by heads 5"),
+    ({"ffn_size": 132}, 3, 1, "heads 4 can't be sharded over tp 3: use tp 1, 2 or 4"),
+    ({}, 8, 1, "heads 4 can't be sharded over tp 8: use tp 1, 2 or 4"),
+    ({"ffn_size": 3}, 4, 1, "ffn-size 3 can't be sharded over tp 4: use tp 1 or 2"),
     ({"activation": "geglu"}, 1, 1, "activation 'geglu' is not supported: use gelu_new"),
-    ({}, 1, 4, "layers 3 don't fill pp 4 stages: use pp of at most 3"),
+    ({}, 1, 4, "layers 3 are too few for pp 4 stages: use pp of at most 3"),
 ]
 
 

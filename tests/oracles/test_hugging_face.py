@@ -283,9 +283,9 @@ def test_tools_tell_mistakes_in_one_line(tmp_path, monkeypatch, capsys):
     for tool, arguments, message in (
         (convert, (), "name the source (--help says how)"),
         (convert, (hf,), "name the output (--help says how)"),
-        (convert, (hf, full), f"{full} is not empty: choose another, or --overwrite"),
+        (convert, (hf, full), f"{full} is not empty: choose another, or pass --overwrite"),
         (convert, (hf, out, "--tp", 3),
-         "tp 3 doesn't divide heads 4 and kv-heads 2: use tp 1, 2 or 4"),
+         "heads 4 with kv-heads 2 can't be sharded over tp 3: use tp 1, 2 or 4"),
         (convert, (none, out), f"{none} is not a directory"),
         (merge_shards, (full, out),
          f"{full} is not a checkpoint: it has neither latest nor megazoo.json, nor config.json"),
@@ -315,12 +315,12 @@ def test_inspect_finds_a_flipped_byte(tmp_path, monkeypatch, capsys):
     file.write_bytes(data)
     code, line = one_line(monkeypatch, capsys, inspect_checkpoint, tmp_path / "a", "--verify")
     assert code == 1
-    told = f"{file} has changed: its checksum is not the manifest's"
+    told = f"{file} is corrupt: its checksum does not match megazoo.json"
     assert line == f"inspect_checkpoint.py: error: {told}\n"
     file.write_bytes(data[:-1])
     code, line = one_line(monkeypatch, capsys, inspect_checkpoint, tmp_path / "a", "--verify")
     assert code == 1
-    assert f"{file} has {len(data) - 1} bytes, the manifest says {len(data)}" in line
+    assert f"{file} has {len(data) - 1} bytes, but megazoo.json has {len(data)}" in line
 
 
 def test_sizes():

@@ -24,10 +24,10 @@ REFUSED = [
      "activation 'mish' is not supported: use gelu_new"),
     ({**GPT2, "add_cross_attention": True},
      "add_cross_attention True is not supported: it must be False"),
-    ({**GPT2, "n_head": 5}, "heads 5 don't divide hidden-size 64"),
+    ({**GPT2, "n_head": 5}, "hidden-size 64 is not divisible by heads 5"),
     ({**GPT2, "n_head": "4"}, "n_head is '4', not of the type int"),
     ({**GPT2, "n_layer": 0}, "layers 0 must be at least 1"),
-    ({**LLAMA, "num_key_value_heads": 3}, "kv-heads 3 don't divide heads 4"),
+    ({**LLAMA, "num_key_value_heads": 3}, "heads 4 is not divisible by kv-heads 3"),
     ({**LLAMA, "rope_parameters": {"rope_type": "longrope", "factor": 2.0}},
      "rope_type 'longrope' is not supported: use default, linear"),
     ({**LLAMA, "rope_scaling": {"type": "su"}}, "rope_type 'su' is not supported"),
@@ -68,7 +68,7 @@ REFUSED = [
      "attn_config.attention_bias False is"),
     ({**MPT, "head_dim": 32}, "head_dim 32 is not supported: it must be 16"),
     ({**MPT, "block_overrides": {"order": []}}, "block_overrides {'order': []} is not supported"),
-    ({"model_type": "bert"}, "model_type 'bert' is not supported: there are gpt2, gpt_neox, llama"),
+    ({"model_type": "bert"}, "model_type 'bert' is not supported; supported: gpt2, gpt_neox"),
     ({"model_type": "mpt"}, "the config has no vocab_size"),
 ]  # fmt: skip
 

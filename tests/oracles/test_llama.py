@@ -102,13 +102,13 @@ def test_the_longest_sequence_is_what_the_scaling_allows():
 
 
 REFUSED = [
-    ({"kv_heads": 3}, 1, "kv-heads 3 don't divide heads 4"),
+    ({"kv_heads": 3}, 1, "heads 4 is not divisible by kv-heads 3"),
     (
         {"hidden_size": 64, "heads": 32, "kv_heads": 8},
         6,
-        "tp 6 doesn't divide heads 32 and kv-heads 8: use tp 1, 2, 3, 4, 5, 8, 16 or 32",
+        "heads 32 with kv-heads 8 can't be sharded over tp 6: use tp 1, 2, 3, 4, 5, 8, 16 or 32",
     ),
-    ({"kv_heads": 2}, 3, "tp 3 doesn't divide heads 4 and kv-heads 2: use tp 1, 2 or 4"),
+    ({"kv_heads": 2}, 3, "heads 4 with kv-heads 2 can't be sharded over tp 3: use tp 1, 2 or 4"),
     (
         {"rope_scaling": {"rope_type": "longrope"}},
         1,

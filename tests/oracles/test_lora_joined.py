@@ -164,9 +164,9 @@ def test_a_model_of_another_base_stays_as_it_was(bases, tmp_path):
 def test_settings_that_make_no_adapter_are_refused():
     model = megazoo.from_config("llama-tiny")
     for settings, told in (
-        ({"alpha": 0}, "alpha 0 would take away"),
+        ({"alpha": 0}, "alpha 0 would disable"),
         ({"targets": 5}, "targets must be names"),
-        ({"targets": ()}, "targets names nothing"),
+        ({"targets": ()}, "targets is empty"),
         ({"rank": 0}, "rank 0 must be 1 or more"),
         ({"dropout": 1}, "dropout 1 must be below 1"),
     ):

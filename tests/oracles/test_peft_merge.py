@@ -144,7 +144,7 @@ def test_a_changed_file_is_noticed(originals, tmp_path, monkeypatch, capsys):
     arguments = tmp_path / "shards", tmp_path / "out", "--adapter", adapter
     code, _, told = run_main(merge_shards, monkeypatch, capsys, *arguments)
     assert code == 1
-    assert "has changed: its checksum is not the manifest's" in told
+    assert "is corrupt: its checksum does not match megazoo.json" in told
     assert not (tmp_path / "out").exists()
 
 
@@ -173,7 +173,7 @@ def test_the_output_is_not_the_adapter(originals, tmp_path, monkeypatch, capsys)
     arguments = base, tmp_path / "mine", "--adapter", tmp_path / "mine", "--overwrite"
     code, _, told = run_main(merge_shards, monkeypatch, capsys, *arguments)
     assert code == 2
-    assert "is the input, too: choose another" in told
+    assert "is also the input: choose another output" in told
     assert sorted(file.name for file in (tmp_path / "mine").iterdir()) == [
         "adapter_config.json", "adapter_model.safetensors"
     ]  # fmt: skip

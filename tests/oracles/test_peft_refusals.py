@@ -49,8 +49,8 @@ CONFIGS = {
     "bias 'lora_only' is not supported": {"bias": "lora_only"},
     "init_lora_weights 'pissa' is not supported": {"init_lora_weights": "pissa"},
     r"modules_to_save \['lm_head'\] is not supported": {"modules_to_save": ["lm_head"]},
-    "is of a classifier: .* build it with num_labels": {"modules_to_save": ["score"]},
-    "peft_type is 'ADALORA': LORA alone": {"peft_type": "ADALORA"},
+    "belongs to a classifier: .* build the model with num_labels": {"modules_to_save": ["score"]},
+    "peft_type is 'ADALORA': only LORA": {"peft_type": "ADALORA"},
     r"rank_pattern has the regular expression '\^model.*": {"rank_pattern": {"^model.*q_proj": 4}},
     r"alpha_pattern has the regular expression 'layers": {"alpha_pattern": {"layers.[01].q": 4}},
     "r is 'eight': it must be an int": {"r": "eight"},
@@ -104,7 +104,7 @@ TENSORS = {
     r"shape \[32, 4\], the model's is \[4, 32\]": lambda tensors: tensors.update(
         {Q0: tensors[Q0].T.contiguous()}
     ),
-    "no adapter of a linear layer of this model; it has no tensors": dict.clear,
+    "no adapter for a linear layer of this model; it has no tensors": dict.clear,
     "is of torch.int64": lambda tensors: tensors.update({Q0: torch.ones(4, 32).long()}),
 }
 
@@ -127,11 +127,11 @@ def test_a_directory_of_no_adapter(directories, tmp_path):
     with pytest.raises(megazoo.UserError, match=r"it lacks adapter_config.json"):
         megazoo.lora.load(model, base)
     (adapter / "adapter_model.safetensors").unlink()
-    with pytest.raises(megazoo.UserError, match=r"it lacks adapter_model.safetensors"):
+    with pytest.raises(megazoo.UserError, match=r"it has neither adapter_model.safetensors"):
         megazoo.lora.load(model, adapter)
     (adapter / "adapter_config.json").write_text(json.dumps([1]))
     (adapter / "adapter_model.bin").write_bytes(b"code")
-    with pytest.raises(megazoo.UserError, match=r"adapter_config.json holds no JSON object"):
+    with pytest.raises(megazoo.UserError, match=r"adapter_config.json does not hold a JSON object"):
         megazoo.lora.load(model, adapter)
 
 

@@ -118,13 +118,13 @@ def test_refusals_are_one_line_and_a_token_opens(hub, tmp_path):
     hub.gated, hub.private = {"me/gated"}, {"me/private"}
     names = ["me/gated", "me/private", "me/absent", f"{NAME}@v2", "me/empty"]
     (gated, private, absent, revision, empty), _ = outcomes(hub, tmp_path, *names)
-    assert gated[1].startswith("me/gated is gated: ask for access")
+    assert gated[1].startswith("me/gated is gated: request access")
     assert private[1].startswith("me/private is not a directory, and no model of that name is on")
     assert absent[1].startswith("me/absent is not a directory, and no model of that name is on")
     assert revision[1] == f"{NAME} has no revision v2 on the Hugging Face hub"
     assert empty[1] == (
-        "me/empty on the Hugging Face hub has no model: it lacks config.json; download a GGUF file "
-        "of it, and give its path: hf download me/empty FILE.gguf"
+        "me/empty on the Hugging Face hub has no model: it lacks config.json; download a GGUF "
+        "file, and pass its path: hf download me/empty FILE.gguf"
     )
     names = ["me/gated", "me/private", "push:me/new", "me/new", f"tokenizer:{NAME}"]
     (gated, private, address, new, ids), _ = outcomes(hub, tmp_path, *names, HF_TOKEN=TOKEN)

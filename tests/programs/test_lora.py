@@ -169,8 +169,8 @@ REFUSED = {
     "--lora-rslora": "lora-rslora without adapters",
     "--lora-rank 0 --lora-alpha 3": "lora-alpha without adapters: give --lora-rank R for new ones",
     "--lora-load {file}": "--lora-load: {file} is not a directory",
-    "--lora-rank 2 --lora-targets qq": "the target 'qq' is no linear layer of the model; did you",
-    "--lora-rank 2 --lora-targets=": "the target '' is no linear layer",
+    "--lora-rank 2 --lora-targets qq": "the target 'qq' is not a linear layer of the model; did",
+    "--lora-rank 2 --lora-targets=": "the target '' is not a linear layer",
     "--lora-rank -1": "lora-rank -1 must be 0 or more",
     "--lora-rank 9999999999": "lora-rank 9999999999 must be at most",
     "--lora-rank 2 --lora-dropout 1": "lora-dropout 1.0 must be below 1",
@@ -185,7 +185,7 @@ REFUSED = {
     "--load {lora} --steps 2": "--load {lora} is at step 2 already",
     "--lora-load {lora} --steps 1": "--lora-load {lora} is at step 2 already",
     "--load {moved}": "is no longer at {gone}: give --load BASE --lora-load {moved}/step_00000002",
-    "--lora-load {base}": "--lora-load: {base}/step_00000001 has no adapters: it holds a whole",
+    "--lora-load {base}": "--lora-load: {base}/step_00000001 has no adapters: it holds a complete",
     "--lora-load {gone}": "--lora-load: no directory {gone}",
     "--lora-load {peft} --lora-rank 4": "lora-rank 4 beside --lora-load: adapter_config.json in",
     "--load {other} --lora-load {lora}": "layers is 2 in {other}, but 3 in {lora}/step_00000002",
@@ -245,7 +245,9 @@ def test_tools_know_a_checkpoint_of_adapters(files, tmp_path, capsys, monkeypatc
         merge_shards, monkeypatch, capsys, files / "lora", tmp_path / "x", *both
     )
     assert (code, error.count("\n")) == (2, 1)
-    assert "holds adapters alone: give its base as the model, and it as --adapter" in error
+    assert (
+        "holds only adapters: pass its base as the model, and this checkpoint as --adapter" in error
+    )
     assert not (tmp_path / "x").exists()
     words = ["--tokenizer", "byte", "--prompt", "a", "--max-new-tokens", "8"]
     expected = run_main(generate, monkeypatch, capsys, base, "--adapter", files / "lora", *words)

@@ -127,7 +127,7 @@ def test_tools_refuse_a_base_of_another_config(runs, other_norms, tmp_path, monk
         code, _, error = run_main(tool, monkeypatch, capsys, *words)
         assert (code, error.count("\n")) == (2, 1), error
         step = runs / "lora" / "step_00000001"
-        assert f"norm_epsilon is 0.5 in {other_norms}, but 1e-05 in {step}, whose base" in error
+        assert f"norm_epsilon is 0.5 in {other_norms}, but 1e-05 in {step}: they" in error
         assert not output.exists()
 
 

@@ -311,7 +311,7 @@ def test_ids_of_a_generation_config_are_numbers(run, files, tmp_path):
         for field, value in product(("eos_token_id", "pad_token_id", "bos_token_id"), NO_IDS):
             (directory / file).write_text(json.dumps(theirs | {field: value}))
             code, err = run(GENERATE.replace("hf", str(directory)))
-            words = f"{file}: {field} {value!r} is not the id of a token"
+            words = f"{file}: {field} {value!r} is not a token id"
             check_line(err, "generate", words)
             assert code == 2
 

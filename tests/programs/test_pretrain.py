@@ -248,7 +248,7 @@ def test_a_checkpoint_that_is_not_of_a_run_is_refused(tmp_path, capsys, monkeypa
     whole = (path / "trainer.json").read_text()
     for text, message, expected in [
         (whole, "is not of a training run: trainer.json has no consumed_samples", 2),
-        ("{", f"trainer.json has 1 bytes, the manifest says {len(whole)}", 1),
+        ("{", f"trainer.json has 1 bytes, but megazoo.json has {len(whole)}", 1),
     ]:
         (path / "trainer.json").write_text(text)
         code, _, error = run_main(pretrain, monkeypatch, capsys, "--load", tmp_path)

@@ -28,7 +28,7 @@ from tests.support.training import (
     tiny_config,
 )
 
-CHANGED = "has changed: its checksum is not the manifest's"
+CHANGED = "is corrupt: its checksum does not match megazoo.json"
 
 
 def save_run(directory, layout) -> None:

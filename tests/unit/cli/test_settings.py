@@ -128,11 +128,11 @@ def test_rotary_scaling_takes_seq_length_past_max_positions(tmp_path):
 
 
 BAD_INPUT = {
-    "--tp 3": "tp 3 doesn't divide heads 4: use tp 1, 2 or 4",
-    "--tp 8": "tp 8 doesn't divide heads 4: use tp 1, 2 or 4",
+    "--tp 3": "heads 4 can't be sharded over tp 3: use tp 1, 2 or 4",
+    "--tp 8": "heads 4 can't be sharded over tp 8: use tp 1, 2 or 4",
     "--tp 0": "tp 0 must be at least 1",
-    "--pp 5": "layers 4 don't fill pp 5 stages: use pp of at most 4",
-    "--heads 3": "heads 3 don't divide hidden-size 128: use heads 1, 2, 4, 8, 16, 32, 64 or 128",
+    "--pp 5": "layers 4 are too few for pp 5 stages: use pp of at most 4",
+    "--heads 3": "hidden-size 128 is not divisible by heads 3: use heads 1, 2, 4, 8, 16, 32, 64 or",
     "--layers 0": "layers 0 must be at least 1",
     "--global-batch-size 10 --micro-batch-size 4": (
         "global-batch-size 10 is not a multiple of micro-batch-size 4 x dp 1 = 4: use 8 or 12"
@@ -150,7 +150,7 @@ BAD_INPUT = {
     ),
     "--hiden-size 64": "unknown flag --hiden-size; did you mean --hidden-size? (--help lists all)",
     "--preset gpt2-xll": "unknown model or preset 'gpt2-xll'; did you mean gpt2-xl?",
-    "--model bert": "unknown model or preset 'bert'; there are",
+    "--model bert": "unknown model or preset 'bert'; `megazoo models` lists the presets of gpt2",
     "--tp two": "--tp is 'two': it must be an int",
     "--lr x": "--lr is 'x': it must be a number",
     "--dtype float8": "--dtype is 'float8': there are float32, bfloat16, float16",
@@ -166,8 +166,8 @@ BAD_INPUT = {
     "stray": "unexpected stray: it belongs to no flag (--help lists all)",
     "--compile x": "unexpected x: it belongs to no flag (--help lists all)",
     "--profile-steps a b": "--profile-steps is ['a', 'b']: it must be whole numbers",
-    "--preset Qwen/Qwen3-1B": "unknown model or preset 'Qwen/Qwen3-1B'; a model of the Hugging "
-    "Face hub is loaded with its weights: --load Qwen/Qwen3-1B, or megazoo.from_pretrained(",
+    "--preset Qwen/Qwen3-1B": "unknown model or preset 'Qwen/Qwen3-1B'; to load a model of "
+    "the Hugging Face hub with its weights, use --load Qwen/Qwen3-1B or megazoo.from_pretrained(",
     "--load Qwen/Qwen3-1B": "Qwen/Qwen3-1B is not a directory, and no model of that name is in the",
     "--data wikitext": "unknown data 'wikitext': there is stdlib",
     "--split 1": "split '1' is not two or three shares such as 95,5 or 98,1,1",
@@ -350,7 +350,10 @@ def test_data_that_a_checkpoint_names_is_told():
 def test_a_mistake_ends_the_program_itself_with_2_and_no_traceback():
     done = start([], "--tp", 3)
     assert done.returncode == 2
-    assert done.stderr == "pretrain_gpt.py: error: tp 3 doesn't divide heads 4: use tp 1, 2 or 4\n"
+    assert (
+        done.stderr
+        == "pretrain_gpt.py: error: heads 4 can't be sharded over tp 3: use tp 1, 2 or 4\n"
+    )
     assert done.stdout == ""
 
 

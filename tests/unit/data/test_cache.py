@@ -158,7 +158,8 @@ def test_links_are_never_written_through(tmp_path, monkeypatch):
         link.symlink_to(victim)
         with pytest.raises(UserError) as caught:
             cached_tokens(path, "byte", CHATML)
-        assert str(caught.value) == f"{link} is a link, and would be written through: remove it"
+        problem = "is a link, and another file would be overwritten: remove it"
+        assert str(caught.value) == f"{link} {problem}"
         assert victim.read_text() == "years of work"
         link.unlink()
     (directory / lock.name).unlink()

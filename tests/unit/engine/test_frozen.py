@@ -220,8 +220,8 @@ def test_a_checkpoint_without_what_is_trained_now_says_so(tmp_path):
     save(tmp_path / "frozen", 1, model, megazoo.optim.AdamW(model))
     other.save_parallelized(tmp_path / "weights")
     for path, told in {
-        "frozen": r"has no optimizer state of embedding\.weight: it was frozen then",
-        "weights": "has no optimizer state: load its weights alone",
+        "frozen": r"has no optimizer state of embedding\.weight, which was frozen",
+        "weights": "has no optimizer state: load only its weights",
     }.items():
         with pytest.raises(UserError, match=told):
             load(Checkpoint(tmp_path / path), other, megazoo.optim.AdamW(other))

@@ -125,7 +125,7 @@ def test_a_size_that_is_no_whole_number_is_refused_by_name():
 
 def test_comments_in_json_are_told(tmp_path):
     file = tmp_path / "oslo.json"
-    told = "; JSON has no comments: take them out"
+    told = "; JSON has no comments: remove them"
     for text, hint in (
         ('{\n  // two ranks\n  "model_parallelism": {}\n}', told),
         ('{"model_parallelism": {} /* none */}', told),
@@ -144,8 +144,8 @@ def test_a_presets_name_is_never_taken_for_weights(tmp_path, monkeypatch):
     loads = megazoo.initialize, megazoo.from_pretrained, megazoo.from_parallelized
     for load, name in product(loads, ("gpt2", "gpt2-124m")):
         message = (
-            f"{name} is not a directory: there is no {tmp_path}/{name}; give one that holds a "
-            "checkpoint, or what transformers' save_pretrained wrote; for random weights call "
+            f"{name} is not a directory: {tmp_path}/{name} does not exist; pass a checkpoint, or a "
+            "directory that transformers' save_pretrained wrote; for random weights call "
             f"megazoo.from_config('{name}', ctx)"
         )
         with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
@@ -158,13 +158,13 @@ def test_a_presets_name_is_never_taken_for_weights(tmp_path, monkeypatch):
 def test_a_model_object_is_told_to_save_itself(tmp_path):
     config = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=11)
     ours, hf = megazoo.from_config(tiny_config()), transformers.GPT2LMHeadModel(config)
-    told = r"save it with its save_pretrained\(DIRECTORY\), then give that directory"
+    told = r"save it with its save_pretrained\(DIRECTORY\), then pass that directory"
     loads = megazoo.initialize, megazoo.from_pretrained, megazoo.from_config
     for load in (*loads, ours.from_parallelized):
         with pytest.raises(UserError, match=told):
             load(hf)
     for wrong in (3, ["gpt2"], None):
-        with pytest.raises(UserError, match=f"{type(wrong).__name__} is no config"):
+        with pytest.raises(UserError, match=f"{type(wrong).__name__} is not a config"):
             megazoo.from_config(wrong)
     with pytest.raises(UserError, match="weights are read from a directory, not from GPT2Config"):
         megazoo.from_pretrained(tiny_config())
@@ -203,7 +203,7 @@ def test_the_directory_goes_by_oslos_names_too(tmp_path):
         (model.from_parallelized, "from_parallelized", "load_directory"),
         (megazoo.from_parallelized, "from_parallelized", "load_directory"),
     ):
-        give = f"give .*{name}=DIRECTORY"
+        give = f"call .*{name}=DIRECTORY"
         with pytest.raises(UserError, match=f"^{function} needs a directory: {give}"):
             call()
         with pytest.raises(UserError, match=f"^{function} gets its directory twice: {give}"):

@@ -84,7 +84,7 @@ def test_a_registered_model_trains_saves_and_resumes_from_the_command_line(
     FAMILIES.pop("louder")
     capsys.readouterr()
     for arguments, message in {
-        f"--load {saved}": f"unknown model family 'louder'; there are {', '.join(FAMILIES)}",
+        f"--load {saved}": f"unknown model family 'louder'; supported: {', '.join(FAMILIES)}",
         "--import nothing.py": "--import nothing.py: no such file",
     }.items():
         monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *arguments.split()])
@@ -103,7 +103,7 @@ def test_the_config_of_another_family_is_refused():
     class Mine(GPT2):
         presets: ClassVar = {"mine-tiny": GPT2Config()}
 
-    refused = "GPT2Config is the Config of gpt2: give mine a Config of its own"
+    refused = "GPT2Config is the Config of gpt2: define another for mine"
     with pytest.raises(UserError, match=refused):
         register("mine")(Mine)
 
@@ -181,7 +181,7 @@ def test_a_config_of_ones_own_needs_to_inherit_from_nothing():
     assert model.generate(ids[:, :3], max_new_tokens=2, use_cache=False).shape == (2, 5)
     assert OwnConfig().num_labels == 0
     assert "num_labels" not in asdict(OwnConfig())
-    with pytest.raises(UserError, match="tp 3 doesn't divide heads 4: use tp 1, 2 or 4"):
+    with pytest.raises(UserError, match="heads 4 can't be sharded over tp 3: use tp 1, 2 or 4"):
         Model.check(OwnConfig(), 3, 1)
 
 
@@ -316,7 +316,7 @@ def test_a_family_is_no_toy_in_python():
     for family, model in FAMILIES.items():
         assert find_config(tiny_preset(family)) == model.presets[f"{family}-tiny"]
         if family != "gpt2":
-            told = f"^{family} is a family: name a preset, {family}-tiny"
+            told = f"^{family} is a model family: choose one of its presets, {family}-tiny"
             with pytest.raises(UserError, match=told):
                 from_config(family)
     assert tiny_preset("llama-7b") == "llama-7b"

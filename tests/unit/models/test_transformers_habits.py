@@ -97,7 +97,7 @@ class Bare:
 
 def test_a_config_becomes_a_dictionary_and_comes_back(tmp_path, monkeypatch):
     family = type("BareModel", (GPT2,), {"Config": Bare, "presets": {"bare-tiny": Bare()}})
-    with pytest.raises(UserError, match="Bare is the Config of no registered family"):
+    with pytest.raises(UserError, match="Bare is not the Config of a registered family"):
         Bare().to_dict()
     monkeypatch.setitem(FAMILIES, "bare", family)
     tiny = [model.presets[f"{name}-tiny"] for name, model in FAMILIES.items()]
@@ -112,7 +112,7 @@ def test_a_config_becomes_a_dictionary_and_comes_back(tmp_path, monkeypatch):
     assert megazoo.from_config(values).config == config
     assert find_config(GPT2_CONFIG.to_dict()) == find_config(GPT2_CONFIG)
     for wrong, message in (
-        ({}, "says neither model_type"),
+        ({}, "has neither model_type"),
         ({"model": "lama"}, "did you mean llama"),
     ):
         with pytest.raises(UserError, match=f"^the config.*{message}"):

@@ -99,6 +99,6 @@ def test_the_peak_of_resident_memory_falls():
 
 def test_an_unknown_mode_is_refused():
     with pytest.raises(
-        UserError, match="unknown recompute 'some': there are none, selective, full"
+        UserError, match="unknown recompute mode 'some'; supported: none, selective, full"
     ):
         megazoo.from_config("gpt2-tiny").recompute("some")

@@ -344,7 +344,7 @@ def test_search_lists_what_fits_fastest_first(capsys):
 
 def test_mistakes_are_told_in_one_line(capsys, monkeypatch):
     for arguments, message in {
-        "--tp 3": "tp 3 doesn't divide heads 4: use tp 1, 2 or 4",
+        "--tp 3": "heads 4 can't be sharded over tp 3: use tp 1, 2 or 4",
         "--dp 0": "dp 0 must be at least 1",
         "--tp 100000": "tp 100000 must be at most 65,536",
         "--recompute-interval 0": "recompute-interval 0 must be at least 1",
@@ -352,7 +352,7 @@ def test_mistakes_are_told_in_one_line(capsys, monkeypatch):
         "multiple of micro-batch-size 1 x dp 2 = 2: use 2 or 4",
         "--optimizer muon --offload-optimizer": "offload-optimizer keeps AdamW's state on the CPU: "
         "leave it out with muon",
-        "--pp 9": "layers 4 don't fill pp 9 stages: use pp of at most 4",
+        "--pp 9": "layers 4 are too few for pp 9 stages: use pp of at most 4",
         "--search --memory 80X": "'80X' is not a size such as 5GB or 200MB",
         "--search --memory 1KB": "no layout of 8 GPUs fits into 1KB",
         "--search --gpus 0": "gpus 0 must be at least 1",
