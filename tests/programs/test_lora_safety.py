@@ -39,9 +39,9 @@ def test_a_run_does_not_write_over_its_base(tmp_path, rows):
     before = {file.name: file.read_bytes() for file in (run / "step_00000002").iterdir()}
     more = ["--num-labels", "2", "--data", rows, "--split", "100,0"]
     for flags in (["--lora-rank", "2"], more, ["--lora-rank", "2", "--load-weights-only"]):
-        with pytest.raises(UserError, match="holds the weights that this run begins with"):
+        with pytest.raises(UserError, match="contains the weights that this run starts from"):
             train(3, "--load", run, "--save", run, *flags)
-    with pytest.raises(UserError, match="holds the weights that this run begins with"):
+    with pytest.raises(UserError, match="contains the weights that this run starts from"):
         train(3, "--load", run / "step_00000002", "--save", run, "--lora-rank", "2")
     assert before == {file.name: file.read_bytes() for file in (run / "step_00000002").iterdir()}
     adapters = tmp_path / "adapters"
@@ -81,7 +81,7 @@ def test_neither_adapters_of_peft_nor_a_run_that_goes_on_replace_a_base(runs):
     names = {name: runs / name for name in ("base", "lora", "peft", "shards")}
     for words in OVER_THE_BASE:
         arguments = ["--model", "gpt2", *TRAIN.split(), "3", *words.format(**names).split()]
-        with pytest.raises(UserError, match="holds the weights that this run begins with"):
+        with pytest.raises(UserError, match="contains the weights that this run starts from"):
             pretrain.prepare(arguments)
     for base in ("hf", "shards"):
         arguments = ["--model", "gpt2", *TRAIN.split(), "1", "--lora-rank", "2", "--lr", "1e-3"]

@@ -396,7 +396,7 @@ def test_an_error_below_the_users_file_names_that_file(run, files):
         callbacks._steps.clear()
     first, *_, last = err.splitlines()
     assert (code, last) == (1, "KeyError: 'none'")
-    assert first == f"the error came through {files}/fails.py, which --import ran:"
+    assert first == f"the error occurred in or below {files}/fails.py, which --import ran:"
 
 
 LACKS = [
@@ -405,7 +405,7 @@ LACKS = [
     (RecursionError("maximum recursion depth exceeded"), "nested too deeply: maximum"),
     (MemoryError(), "out of memory: use smaller batches"),
     (torch.OutOfMemoryError("CUDA out of memory. Tried\nto"), "(CUDA out of memory. Tried)"),
-    (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid"), "a text can't be read or written"),
+    (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid"), "text cannot be decoded or encoded"),
 ]
 
 

@@ -146,7 +146,7 @@ BAD_INPUT = {
         "use at most that, or a larger --max-positions"
     ),
     "--vocab-size 100": (
-        "vocab-size 100 is smaller than the 257 of the tokenizer byte: give --vocab-size 257"
+        "vocab-size 100 is smaller than the 257 of the tokenizer byte: use --vocab-size 257"
     ),
     "--hiden-size 64": "unknown flag --hiden-size; did you mean --hidden-size? (--help lists all)",
     "--preset gpt2-xll": "unknown model or preset 'gpt2-xll'; did you mean gpt2-xl?",
@@ -159,7 +159,8 @@ BAD_INPUT = {
     "--profile-steps 1": "--profile-steps needs 2 values",
     "--lr nan": "lr nan must be 0 or more",
     "--lr 1e-4 --min-lr 1e-3": "min-lr 0.001 exceeds lr 0.0001: give both",
-    "--warmup-steps 500": "warmup-steps 500 exceeds the 400 steps of the schedule: use less",
+    "--warmup-steps 500": "warmup-steps 500 exceeds the 400 steps of the learning-rate "
+    "schedule: use fewer",
     "--dropout 1": "dropout 1.0 must be below 1",
     "--schedule 2f2b": "unknown schedule '2f2b': there are gpipe, 1f1b, zb-h1",
     "--steps": "--steps needs a value",
@@ -336,7 +337,7 @@ def test_what_has_changed_of_the_samples_is_told():
 def test_data_that_a_checkpoint_names_is_told():
     for before, given, note in [
         ("stdlib", [], None),
-        ("a.jsonl", [], "data: a.jsonl, as the checkpoint says"),
+        ("a.jsonl", [], "data: a.jsonl, from the checkpoint"),
         ("a.jsonl", ["--data", "b"], "data: b; the checkpoint's run had a.jsonl"),
         ("stdlib", ["--data", "b"], "data: b; the checkpoint's run had stdlib"),
         ("a.jsonl", ["--mock-data"], "data: mock; the checkpoint's run had a.jsonl"),
