@@ -151,7 +151,7 @@ def input_ids(source: ModelSource, options: Options) -> torch.Tensor:
     where = options.tokenizer or source.tokenizer
     if where is None:
         raise UserError(
-            f"{source.path} has no tokenizer: give --tokenizer byte, or a directory or file"
+            f"{source.path} has no tokenizer: use --tokenizer byte, or a directory or file"
         )
     text = read_text(options.text) if options.text else options.prompt or ""
     ids = torch.tensor(open_tokenizer(find_tokenizer(where)).encode(text))

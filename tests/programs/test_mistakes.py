@@ -111,7 +111,7 @@ MISTAKES = [
     (f"{GENERATE} --top-k 5 --num-return-sequences 1{'0' * 18}", "num_return_sequences 1", 2),
     (f"{GENERATE} --temperature 1e-320", "temperature 1e-320 is out of range", 2),
     (f"{GENERATE} --max-new-tokens 1{'0' * 18}", "exceed the model's max-positions 64", 2),
-    (f"{EVALUATE} --text text.jsonl --seq-length 1{'0' * 18}", "is not from 1 to the model's", 2),
+    (f"{EVALUATE} --text text.jsonl --seq-length 1{'0' * 18}", "must be from 1 to 64, the", 2),
     (f"plot_schedule --microbatches 1{'0' * 18}", "at most 10000 can be drawn", 2),
     ("plot_schedule --cost inf inf inf", "cost must be three times", 2),
     (

@@ -158,7 +158,7 @@ BAD_INPUT = {
     "--sequence-parallel=maybe": "--sequence-parallel is 'maybe': there are True, False",
     "--profile-steps 1": "--profile-steps needs 2 values",
     "--lr nan": "lr nan must be 0 or more",
-    "--lr 1e-4 --min-lr 1e-3": "min-lr 0.001 exceeds lr 0.0001: give both",
+    "--lr 1e-4 --min-lr 1e-3": "min-lr 0.001 exceeds lr 0.0001: set both",
     "--warmup-steps 500": "warmup-steps 500 exceeds the 400 steps of the learning-rate "
     "schedule: use fewer",
     "--dropout 1": "dropout 1.0 must be below 1",
