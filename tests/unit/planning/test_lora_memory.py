@@ -347,7 +347,7 @@ REFUSED = {
     "--lora-rank 4 --lora-targets qq": "the target 'qq' is no linear layer of the model",
     "--lora-targets q": "lora-targets without adapters: give --lora-rank R",
     "--train-only nothing": "the pattern 'nothing' matches no parameter; there are",
-    "--num-labels 2": "classifiers are not planned: plan the language model",
+    "--num-labels 2": "planning a classifier is not supported: plan the",
 }
 
 
