@@ -1,4 +1,4 @@
-"""Draw the loss curves of one or several metrics files as a PNG.
+"""Plot the loss curves of one or more metrics files as a PNG.
 
 $ megazoo plot metrics runs/gpt2-tiny/metrics.jsonl --output loss.png
 
@@ -17,10 +17,10 @@ from megazoo.files import regular_file
 
 
 def read_curves(path: Path) -> tuple[dict[int, float], dict[int, float]]:
-    """Read the training and validation losses, by step, of a file of metrics.
+    """Return the training and validation losses of a metrics file, by step.
 
-    Where a step stands twice (a resumed or repeated run), the later counts. UserError if the file
-    can't be read, or has no steps.
+    If a step occurs twice (in a resumed or repeated run), the later line is used. UserError if the
+    file can't be read, or has no steps.
     """
     training, validation = {}, {}
     try:
@@ -48,9 +48,9 @@ class Options:
     """Loss curves."""
 
     metrics: tyro.conf.Positional[tuple[Path, ...]] = ()
-    """Files of --metrics."""
+    """Metrics files that runs wrote with --metrics."""
     output: Path = Path("loss.png")
-    """PNG to write."""
+    """PNG file to write."""
 
 
 def main(arguments: list[str]) -> None:
@@ -84,7 +84,7 @@ def main(arguments: list[str]) -> None:
                 markersize=6,
                 label=f"{label}validation",
             )
-    axes.set(xlabel="step", ylabel="loss, nats a token")
+    axes.set(xlabel="step", ylabel="loss, nats per token")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     try:

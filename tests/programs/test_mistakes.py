@@ -113,7 +113,7 @@ MISTAKES = [
     (f"{GENERATE} --max-new-tokens 1{'0' * 18}", "exceed the model's max-positions 64", 2),
     (f"{EVALUATE} --text text.jsonl --seq-length 1{'0' * 18}", "must be from 1 to 64, the", 2),
     (f"plot_schedule --microbatches 1{'0' * 18}", "at most 10000 can be drawn", 2),
-    ("plot_schedule --cost inf inf inf", "cost must be three times", 2),
+    ("plot_schedule --cost inf inf inf", "cost must be three numbers", 2),
     (
         "plan --preset gpt2-tiny --layers 64 --pp 64 --global-batch-size 1000000 "
         "--micro-batch-size 1",
