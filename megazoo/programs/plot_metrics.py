@@ -56,7 +56,7 @@ class Options:
 def main(arguments: list[str]) -> None:
     options = parse_flags(Options, arguments, __doc__)
     if not options.metrics:
-        raise UserError("name at least one file of metrics (--help says how)")
+        raise UserError("at least one metrics file is required (see --help)")
     curves = [(path, *read_curves(path)) for path in options.metrics]
     try:
         import matplotlib

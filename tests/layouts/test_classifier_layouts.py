@@ -244,7 +244,7 @@ def test_a_family_without_labels_makes_no_classifier(tmp_path):
 
     source = SimpleNamespace(config=Bare(), path=tmp_path, pad_token_id=None)
     add_missing_fields(Bare)
-    with pytest.raises(UserError, match="Bare has no num_labels: it makes no classifier"):
+    with pytest.raises(UserError, match="Bare has no num_labels: it"):
         with_labels(source, 2)
 
 

@@ -353,7 +353,7 @@ def test_the_tool_prints_a_table_and_exits_with_1_if_a_layout_fails(tmp_path, mo
 
 
 MISTAKES = [
-    ("", "name the source (--help says how)"),
+    ("", "the argument SOURCE is required (see --help)"),
     ("absent", "absent is not a directory"),
     ("ours --layouts tp2,x", "unknown layout 'x'"),
     ("ours --layouts tp3", "tp3: "),

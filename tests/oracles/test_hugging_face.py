@@ -281,8 +281,8 @@ def test_tools_tell_mistakes_in_one_line(tmp_path, monkeypatch, capsys):
     (tmp_path / "full" / "x").touch()
     hf, full, none, out = (tmp_path / name for name in ("hf", "full", "none", "x"))
     for tool, arguments, message in (
-        (convert, (), "name the source (--help says how)"),
-        (convert, (hf,), "name the output (--help says how)"),
+        (convert, (), "the argument SOURCE is required (see --help)"),
+        (convert, (hf,), "the argument OUTPUT is required (see --help)"),
         (convert, (hf, full), f"{full} is not empty: choose another, or --overwrite"),
         (convert, (hf, out, "--tp", 3),
          "tp 3 doesn't divide heads 4 and kv-heads 2: use tp 1, 2 or 4"),

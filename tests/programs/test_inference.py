@@ -145,7 +145,7 @@ def test_bad_lines_are_named(tmp_path):
     file = tmp_path / "a.jsonl"
     for text, message in (
         ('{"prompt": "a"}\n\n{"text": "a"}', "a.jsonl, line 3: it has no text under 'prompt'"),
-        ("[1]", "a.jsonl, line 1: '.1.' is no JSON object"),
+        ("[1]", "a.jsonl, line 1: '.1.' is not a JSON object"),
         ('{"prompt": "a"}\n{', "a.jsonl, line 2: Expecting property name"),
         ("\n", "a.jsonl has no prompts"),
     ):

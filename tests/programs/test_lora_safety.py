@@ -100,7 +100,7 @@ def test_a_new_head_is_trained_or_refused(runs, rows):
     words = ["--model", "gpt2", *TRAIN.split(), "1", "--load", str(runs / "base")]
     words += ["--num-labels", "2", "--data", str(rows), "--split", "100,0"]
     for adapters in (["--lora-rank", "2"], ["--lora-load", str(runs / "peft")]):
-        with pytest.raises(UserError, match="the new head untrained: let the pattern match sco"):
+        with pytest.raises(UserError, match="the new head: use a pattern that also"):
             pretrain.prepare([*words, *adapters, "--train-only", "lora"])
         pretrain.prepare([*words, *adapters, "--train-only", "lora|score"])
 

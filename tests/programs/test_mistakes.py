@@ -59,7 +59,7 @@ MISTAKES = [
     (f"{TRAIN} --config zero", "zero is a device or a pipe", 2),
     (f"{TRAIN} --config folder", "--config folder: Is a directory", 2),
     (f"{TRAIN} --load pipe", "pipe is not a directory", 2),
-    (f"{TRAIN} --load absent", "absent is not a directory; leave --load out to start from", 2),
+    (f"{TRAIN} --load absent", "absent is not a directory; remove --load to start from", 2),
     (f"{TRAIN} --load zero", "zero is not a directory", 2),
     (f"{TRAIN} --data zero.jsonl", "unknown data 'zero.jsonl'", 2),
     (f"{TRAIN} --tokenizer random", "unknown tokenizer 'random'", 2),

@@ -248,7 +248,7 @@ def test_a_checkpoint_that_is_not_of_a_run_is_refused(tmp_path, capsys, monkeypa
     path = save(tmp_path, 1, megazoo.from_config("gpt2-tiny"))
     whole = (path / "trainer.json").read_text()
     for text, message, expected in [
-        (whole, "is not of a training run: trainer.json has no consumed_samples", 2),
+        (whole, "is not from a training run: trainer.json has no consumed_samples", 2),
         ("{", f"trainer.json has 1 bytes, the manifest says {len(whole)}", 1),
     ]:
         (path / "trainer.json").write_text(text)

@@ -23,7 +23,7 @@ def test_plot_metrics_draws_a_png(tmp_path):
 def test_plot_metrics_tells_mistakes_in_one_line(tmp_path, capsys, monkeypatch):
     (tmp_path / "broken").write_text('{"step": 1, "loss": 2}\nnonsense\n')
     for arguments, message in {
-        (): "name at least one file of metrics (--help says how)",
+        (): "at least one metrics file is required (see --help)",
         ("--ouput", "x"): "unknown flag --ouput; did you mean --output? (--help lists all)",
         (tmp_path / "none",): f"{tmp_path}/none: No such file or directory",
         (tmp_path / "broken",): f"{tmp_path}/broken, line 2 is not a line of metrics",
