@@ -216,7 +216,7 @@ BAD_INPUT = {
     f"--ffn-size {10**9}": "ffn_size 1000000000 must be at most 16777216",
     f"--tp {10**9}": "tp 1000000000 must be at most 65,536",
     "--data-workers 100000": "data-workers 100000 must be at most 1,000",
-    "--chat-template hello": "chat-template 'hello' must be Jinja, or have {content} once; it may",
+    "--chat-template hello": "chat-template 'hello' must be Jinja, or contain {content} once",
 }
 
 
