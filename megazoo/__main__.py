@@ -1,4 +1,4 @@
-"""The command `megazoo`: finds the command that its first words name, and runs it."""
+"""The command `megazoo`: find the command that the first words name, and run it."""
 
 import sys
 from typing import NoReturn
@@ -13,7 +13,9 @@ def main() -> NoReturn:
     for command in COMMANDS:
         name = command.name.split()
         if words[: len(name)] == name:
-            from megazoo.cli.program import run_command  # the help below needs no other library
+            from megazoo.cli.program import (
+                run_command,
+            )  # imported here: the help below needs no other library
 
             started_as(command)
             run_command(command, words[len(name) :])
@@ -31,7 +33,7 @@ def main() -> NoReturn:
 
 
 def _help(group: str = "") -> str:
-    """Return the list of commands, or of those that begin with a word."""
+    """Return the help: all commands, or those of a group."""
     commands = [command for command in COMMANDS if command.name.startswith(group)]
     width = max(len(command.name) for command in commands)
     lines = [f"  {command.name:{width}}  {command.summary}" for command in commands]
@@ -52,7 +54,7 @@ def _help(group: str = "") -> str:
 
 
 def _mistake(words: list[str], group: list[str]) -> int:
-    """Print one line for words that name no command; return the exit code."""
+    """Print one line about an unknown command, and return the exit code."""
     if group:
         choices = ", ".join(name.partition(" ")[2] for name in group)
         found = f" {words[1]!r}" if words[1:] else ""

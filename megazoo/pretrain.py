@@ -68,13 +68,13 @@ def main(arguments: list[str]) -> None:
 
 
 def prepare(arguments: list[str]) -> Run:
-    """Read and check all that can be before there are ranks, and before anything is built."""
+    """Read and check the settings, before ranks start and before anything is built."""
     settings = resolve(arguments, __doc__)
     options, weights = settings.options, settings.weights
     source, parallel = weights.described, options.parallel
     named = options.data.tokenizer or (source.tokenizer if source else None) or "byte"
     tokenizer = open_tokenizer(find_tokenizer(named))
-    if source and tokenizer.chat_template is None:  # that of byte lies with the model
+    if source and tokenizer.chat_template is None:  # the template of byte is stored with the model
         tokenizer.chat_template = chat_template_in(source.path)
     sources = check_data(options.data.data, options.data.split)
     config, labels = settle_labels(settings.config, source, tokenizer, sources)
@@ -83,7 +83,7 @@ def prepare(arguments: list[str]) -> Run:
     check_run(options, FAMILIES[family_of(config)], config, tokenizer, dp, weights)
     settings.config = config
     run = Run(**vars(settings), tokenizer=tokenizer, sources=sources, labels=labels)
-    if not options.training.epochs:  # their steps are known when the data is open
+    if not options.training.epochs:  # the number of steps is known when the data is open
         run.check_remaining()
     if options.dry_run or options.print_config:
         show(run, dp)
@@ -92,7 +92,7 @@ def prepare(arguments: list[str]) -> Run:
 
 
 def start_ranks(run: Run) -> ParallelContext:
-    """Start the ranks that are missing, wait for the tokens of the data, and meet the others."""
+    """Start the missing ranks, wait until the data is tokenized, and connect to the other ranks."""
     parallel = run.options.parallel
     dp = parallel.dp or 1
     device = run.device()
@@ -104,7 +104,7 @@ def start_ranks(run: Run) -> ParallelContext:
     if run.weights.base_note:
         print_rank_0(run.weights.base_note)
     if needs_preparation(run.sources) or run.options.logging.record:
-        # before any rank waits in a collective, for --timeout at most
+        # before any rank waits in a collective, which ends after --timeout
         _store = after_rank_zero(lambda: prepare_inputs(run))
     ctx = ParallelContext.from_torch(
         parallel.tp,
@@ -124,13 +124,13 @@ def start_ranks(run: Run) -> ParallelContext:
     run.settle_dtype(ctx.device.type)
     set_fp32_precision(run.options.training.fp32_precision)
     steps = set(all_gather_objects(run.first_step, ctx))
-    if len(steps) > 1:  # torchrun has not told every node of a restart
+    if len(steps) > 1:  # torchrun has not restarted every node
         raise UserError(f"ranks would start after different steps: {sorted(steps)}", exit_code=1)
     return ctx
 
 
 def build(run: Run, ctx: ParallelContext) -> tuple[Model, AdamW]:
-    """Build this rank's part of the model and of the optimizer, with what --load has of them."""
+    """Build this rank's shard of the model and the optimizer, and load --load into them."""
     options, training = run.options, run.options.training
     introduce(run, ctx)
     dtype = getattr(torch, training.dtype)
@@ -157,7 +157,7 @@ def build(run: Run, ctx: ParallelContext) -> tuple[Model, AdamW]:
 
 
 def train(run: Run, model: Model, optimizer: AdamW, data: Data, recorder: Recorder) -> None:
-    """Train until the last step, or until a signal asks to stop."""
+    """Train until the last step, or until a signal stops the run."""
     workers, schedule = run.options.data.data_workers, run.options.parallel.schedule
     microbatches = run.microbatches(model.ctx)
     starts = run.batch_starts
@@ -172,7 +172,7 @@ def train(run: Run, model: Model, optimizer: AdamW, data: Data, recorder: Record
                 optimizer.lr = run.learning_rate(step)
                 with spent("optimizer"):
                     norm = optimizer.step()
-                    # A GPU is waited for here, once a step.
+                    # The only synchronization with a GPU per step.
                     loss, norm = torch.stack([loss, norm.to(loss.device)]).tolist()
             recorder.log_step(step, loss, norm, tokens, watch)
 
@@ -188,8 +188,10 @@ def train(run: Run, model: Model, optimizer: AdamW, data: Data, recorder: Record
 
 
 def evaluate(run: Run, model: Model, batches: Batches) -> tuple[float, dict[str, float]]:
-    """Return the mean loss, in nats a token, over the labelled tokens of --eval-steps batches; of a
-    classifier over their rows, with what else is told of it."""
+    """Return the mean loss over --eval-steps batches, and a classifier's measures by name.
+
+    The loss is in nats per labelled token; for a classifier, it is the mean over the rows.
+    """
     rows = run.options.training.global_batch_size
     starts = range(0, run.options.evaluation.eval_steps * rows, rows)
     microbatches = run.microbatches(model.ctx)

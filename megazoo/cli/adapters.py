@@ -1,5 +1,4 @@
-"""Low-rank adapters of a run: what the flags and a checkpoint say of them, and the base that they
-are trained on."""
+"""Low-rank adapters of a run: their settings in flags and checkpoints, and their base model."""
 
 import os
 from pathlib import Path
@@ -23,11 +22,14 @@ from megazoo.models.source import HoldsAdapters, ModelSource, SavedModel, SavedS
 
 
 class Weights(NamedTuple):
-    """What a run begins with.
+    """The initial weights of a run.
 
-    base: what the weights are read from; None: they are drawn from the seed. adapters: a checkpoint
-    of a run with adapters. settings: what the adapters are; None without, and where a directory of
-    PEFT's says it. base_note: what to say of a base that only the checkpoint names.
+    Attributes:
+        base: Source of the weights; None if they are initialized from the seed.
+        adapters: Checkpoint of a LoRA run.
+        settings: Settings of the adapters. None without adapters, and for a PEFT directory, which
+            has its own settings.
+        base_note: Line to print about a base that only the checkpoint names.
     """
 
     base: ModelSource | None = None
@@ -37,15 +39,15 @@ class Weights(NamedTuple):
 
     @property
     def described(self) -> ModelSource | None:
-        """What says what the model is."""
+        """The source that describes the model."""
         return self.adapters or self.base
 
     def has_new_head(self, num_labels: int | None) -> bool:
-        """Say whether a model of so many labels gets a head that is drawn from the seed."""
+        """Return whether a model with `num_labels` labels gets a head initialized from the seed."""
         return bool(num_labels and not (self.base and self.base.config.num_labels))
 
     def resumed(self, options: Options) -> SavedSource | None:
-        """Return the checkpoint from which the run goes on, if it goes on from one."""
+        """Return the checkpoint that the run resumes from; None for a new run."""
         if options.checkpoint.load_weights_only:
             return None
         if self.adapters or self.settings or options.lora.lora_load:
@@ -59,19 +61,22 @@ NO_WEIGHTS = Weights()
 
 
 def open_weights(options: Options) -> Weights:
-    """Open what --load and --lora-load name. UserError if they don't belong together, or if flags
-    say something else of the adapters than the checkpoint does."""
+    """Open the sources of --load and --lora-load.
+
+    Raises:
+        UserError: The two do not belong together, or flags contradict the checkpoint's adapters.
+    """
     load, flags, verify = options.checkpoint.load, options.lora, options.checkpoint.verify
     try:
         base = open_model_or_adapters(load, verify=verify) if load else None
     except UserError as error:
         if not load or os.path.exists(load) or error.exit_code == 1:
             raise
-        raise UserError(f"{error}; leave --load out to start from random weights") from None
+        raise UserError(f"{error}; remove --load to start from random weights") from None
     adapters = None
     if flags.lora_load and isinstance(base, SavedAdapters):
         raise UserError(
-            f"--load {load} holds adapters alone: give its base, or --lora-load {load} instead"
+            f"--load {load} contains only adapters: pass its base, or --lora-load {load} instead"
         )
     if flags.lora_load:
         adapters = _open_adapters(flags.lora_load, verify)
@@ -89,7 +94,7 @@ def open_weights(options: Options) -> Weights:
 
 
 def _open_adapters(path: Path, verify: bool) -> SavedAdapters | None:
-    """Open the checkpoint that --lora-load names; None for a directory of PEFT's."""
+    """Open the checkpoint of --lora-load; None for a PEFT directory."""
     path = named_directory(path)
     if (path / ADAPTER_CONFIG).is_file() and not (path / MANIFEST).is_file():
         return None
@@ -102,35 +107,38 @@ def _open_adapters(path: Path, verify: bool) -> SavedAdapters | None:
     try:
         return SavedAdapters(step, verify=verify)
     except UserError as error:
-        hint = ": --load is for it" if "holds a whole model" in str(error) else ""
+        hint = ": use --load for it" if "holds a whole model" in str(error) else ""
         raise UserError(f"--lora-load: {error}{hint}", error.exit_code) from None
 
 
 def open_named_base(
     adapters: SavedAdapters, otherwise: str, verify: bool
 ) -> tuple[ModelSource, str]:
-    """Open the base that a checkpoint of adapters names, and return a line that says so, too.
+    """Open the base that a checkpoint of adapters names; return it with a line about it.
 
-    otherwise: what names another base. UserError if it is no longer there.
+    otherwise: arguments that name another base, for the error. UserError if the base is missing.
     """
     path = adapters.base_path
     assert path, "SavedAdapters without a directory of its base"
     try:
         is_there = named_directory(path).exists()  # also a GGUF file
-    except OSError as error:  # of a name that is too long, say
+    except OSError as error:  # for example, the name is too long
         raise UserError(
             f"the base of {adapters.path}, {brief(str(path))}: {error.strerror}"
         ) from error
     if not is_there:
-        raise UserError(f"the base of {adapters.path} is no longer at {path}: give {otherwise}")
-    return open_source(path, verify=verify), f"base: {path}, as the checkpoint says"
+        raise UserError(f"the base of {adapters.path} is not found at {path}: pass {otherwise}")
+    return open_source(path, verify=verify), f"base: {path}, from the checkpoint"
 
 
 def open_with_base(
     path: Path, adapter: Path | None, verify: bool
 ) -> tuple[ModelSource, Path | None, str | None]:
-    """Open a model that is to run or to be merged with adapters; returns it, where the adapters
-    are, and a line on the base. A checkpoint that holds adapters alone names its base."""
+    """Open a model to run with adapters or to merge them.
+
+    Returns the model, the path of the adapters, and a line about the base if a checkpoint of
+    adapters names it.
+    """
     opened = open_model_or_adapters(path, verify=verify)
     if not isinstance(opened, SavedAdapters):
         return opened, adapter, None
@@ -141,35 +149,35 @@ def open_with_base(
 
 
 def _check_flags(flags: LoRAOptions, adapters: SavedAdapters | None) -> None:
-    """Refuse flags that have nothing to say of adapters, or something else than the checkpoint."""
+    """Raise UserError for flags of adapters without adapters, or that contradict the checkpoint."""
     for name, value in flags.given.items():
         flag = flag_of(name).removeprefix("--")
         if adapters:
-            theirs = getattr(adapters.settings, name.removeprefix("lora_"))
-            if value != theirs:
+            saved = getattr(adapters.settings, name.removeprefix("lora_"))
+            if value != saved:
                 shown, stored = (
-                    ",".join(each) if isinstance(each, tuple) else each for each in (value, theirs)
+                    ",".join(each) if isinstance(each, tuple) else each for each in (value, saved)
                 )
                 raise UserError(
                     f"{flag} is {shown}, but {stored} in the checkpoint {adapters.path}: "
-                    "leave it out"
+                    f"remove --{flag}"
                 )
         elif flags.lora_load:
             raise UserError(
-                f"{flag} {value} beside --lora-load: {ADAPTER_CONFIG} in {flags.lora_load} says "
-                "what the adapters are: leave it out"
+                f"{flag} {value} cannot be used with --lora-load: {ADAPTER_CONFIG} in "
+                f"{flags.lora_load} describes the adapters: remove --{flag}"
             )
         elif not flags.lora_rank and name != "lora_rank":
             raise UserError(
-                f"{flag} without adapters: give --lora-rank R for new ones, or --lora-load DIR"
+                f"{flag} needs adapters: use --lora-rank R for new ones, or --lora-load DIR"
             )
 
 
 def check_trained(options: Options, config, weights: Weights) -> None:
-    """Raise UserError if the model has not what is to be adapted or trained, if no adapter is, or
-    if a new head is left out of the checkpoints, of which no base has it.
+    """Raise UserError if --lora-targets or --train-only match nothing in the model, if no adapter
+    is trained, or if a new head is not trained (checkpoints of adapters would not include it).
 
-    Which matrices a directory of PEFT's adapts is seen when it is read.
+    The matrices that a PEFT directory adapts are checked when it is read.
     """
     pattern = options.training.train_only
     from_peft = options.lora.lora_load and not weights.adapters
@@ -180,18 +188,21 @@ def check_trained(options: Options, config, weights: Weights) -> None:
         return
     if not from_peft and not any(is_added.values()):
         raise UserError(
-            f"train-only {pattern} trains no adapter: leave --lora-rank out, "
-            "or let the pattern match lora, too"
+            f"train-only {pattern} trains no adapter: remove --lora-rank, "
+            "or use a pattern that also matches lora"
         )
     if weights.has_new_head(config.num_labels) and CLASSIFIER_HEAD not in is_added:
         raise UserError(
-            f"train-only {pattern} leaves the new head untrained: let the pattern match score, too"
+            f"train-only {pattern} does not train the new head: use a pattern that also matches "
+            "score"
         )
 
 
 def add_adapters(model: Model, options: Options, settings: LoRASettings | None) -> None:
-    """Give a model the adapters of a run, if it has any: new ones, or those of a directory of
-    PEFT's. Its weights are there by now. Every rank calls it."""
+    """Add the adapters of a run to a model, if any: new ones, or those of a PEFT directory.
+
+    The weights must be loaded. Every rank must call it.
+    """
     if settings:
         lora.add_by(model, settings)
     elif options.lora.lora_load:
@@ -199,7 +210,7 @@ def add_adapters(model: Model, options: Options, settings: LoRASettings | None) 
 
 
 def note_on_trained(config, settings: Attachment | None, pattern: str | None) -> str | None:
-    """Return what to say of the parameters that are trained; nothing where all are."""
+    """Return a line about the trained parameters; None if all are trained."""
     if settings is None and pattern is None:
         return None
     count = parameter_count(config, pattern, settings)
@@ -217,12 +228,12 @@ def note_on_trained(config, settings: Attachment | None, pattern: str | None) ->
 
 
 def describe(settings: LoRASettings) -> str:
-    """Write what adapters are in a few words: rank 8 on q, v."""
+    """Return a short description of adapters, such as "rank 8 on q, v"."""
     others = sorted({*settings.rank_pattern.values()} - {settings.rank})
     ranks = " or ".join(map(str, [settings.rank, *others]))
     return f"rank {ranks} on {', '.join(settings.targets)}"
 
 
 def flag_to_go_on(options: Options) -> str:
-    """Return the flag by which a run goes on from its own checkpoints."""
+    """Return the flag that resumes a run from its own checkpoints."""
     return "--lora-load" if options.lora.lora_rank or options.lora.lora_load else "--load"

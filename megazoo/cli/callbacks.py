@@ -1,13 +1,13 @@
-"""Calls functions of a user's own after a step, an evaluation or a save of the training program.
+"""Callbacks of the training program: custom functions that run after a step, evaluation or save.
 
 A file that --import names registers them with decorators:
 
     @megazoo.on_step
-    def tell(step: int, values: dict, model) -> None: ...
+    def report(step: int, values: dict, model) -> None: ...
 
-Every rank calls each, in the order of registration, so that they may use the model, which all ranks
-run together, or other collectives. What is for one rank stands under `if model.ctx.rank == 0`. An
-exception, on any rank, ends the run.
+Every rank calls every callback, in the order of registration. Callbacks may therefore run the model
+and use collectives. Put code for one rank under `if model.ctx.rank == 0`. An exception on any rank
+ends the run.
 """
 
 from collections.abc import Callable
@@ -22,49 +22,55 @@ _saves: list[Callback] = []
 
 
 def on_step(function: Callback) -> Callback:
-    """Register function(step, values, model), to be called after each step.
+    """Register a function to be called after each step.
 
-    values: the numbers of the step's line in the metrics file, by their names there; times are this
-    rank's own.
+    Args:
+        function: Called as function(step, values, model). values: the metrics of the step, with
+            the names in the metrics file. Times are those of this rank.
     """
     _steps.append(function)
     return function
 
 
 def on_evaluation(function: Callback) -> Callback:
-    """Register function(step, values, model), to be called after each evaluation.
+    """Register a function to be called after each evaluation.
 
-    values: eval_loss, the mean over all labelled tokens, and eval_perplexity; of the test at the
-    end test_loss and test_perplexity. Of a classifier the mean is over rows, and instead of the
-    perplexity there are eval_accuracy and, for two labels, eval_f1.
+    Args:
+        function: Called as function(step, values, model). values: eval_loss, the mean over all
+            labelled tokens, and eval_perplexity; test_loss and test_perplexity for the test at the
+            end. For a classifier the mean is over rows, and eval_accuracy and (for two labels)
+            eval_f1 replace the perplexity.
     """
     _evaluations.append(function)
     return function
 
 
 def on_save(function: Callback) -> Callback:
-    """Register function(step, values, model), to be called when a checkpoint is on disk, whole.
+    """Register a function to be called when a checkpoint is completely written.
 
-    values: path, the pathlib.Path of its directory. Of a checkpoint that is written in the
-    background (--async-save) this is when the next one begins or the run ends: then all ranks know
-    of it. `model` has trained on until then.
+    With --async-save the call happens when the next checkpoint starts or the run ends. The model
+    has been trained further by then.
+
+    Args:
+        function: Called as function(step, values, model). values: path, the pathlib.Path of the
+            checkpoint directory.
     """
     _saves.append(function)
     return function
 
 
 def after_step(step: int, values: dict, model) -> None:
-    """Call what `on_step` registered."""
+    """Call the functions of `on_step`."""
     _call(_steps, "a step", step, values, model)
 
 
 def after_evaluation(step: int, values: dict, model) -> None:
-    """Call what `on_evaluation` registered."""
+    """Call the functions of `on_evaluation`."""
     _call(_evaluations, "an evaluation", step, values, model)
 
 
 def after_save(step: int, path: Path, model) -> None:
-    """Call what `on_save` registered."""
+    """Call the functions of `on_save`."""
     _call(_saves, "a save", step, {"path": path}, model)
 
 

@@ -12,8 +12,8 @@ from megazoo.models.registry import FAMILIES, family_of, presets, tiny_preset
 
 LONGEST = 4096  # tokens of a sequence, for models with more positions
 DEMO_STEPS = 400
-DEMO_PARAMETERS = 10_000_000  # larger models are not a demo, whatever preset they begin with
-SIZES = ("layers", "hidden_size", "heads", "ffn_size")  # which decide the learning rate
+DEMO_PARAMETERS = 10_000_000  # larger models are not a demo, regardless of the preset
+SIZES = ("layers", "hidden_size", "heads", "ffn_size")  # they determine the learning rate
 # Settings that follow from others.
 FOLLOWING = {"dtype", "min_lr", "muon_lr", "warmup_steps", "lr_decay_steps"}
 FINE_TUNING_LR, LORA_LR = 1e-5, 2e-4
@@ -22,10 +22,10 @@ MUON_LR = 2e-2
 
 @dataclass(frozen=True)
 class Defaults:
-    """Settings of a run where neither the user nor a resumed run sets them.
+    """Settings of a run that neither the user nor a resumed run sets.
 
-    steps, epochs: one of them. warmup: fraction of the steps, at most 2000 of them. rate: where the
-    learning rate comes from, for the first lines of a run. demo: whether these are of the demo.
+    steps, epochs: one of them is set. warmup: fraction of the steps, at most 2000 steps. rate:
+    origin of the learning rate, printed at the start. demo: whether these are the demo's defaults.
     """
 
     seq_length: int
@@ -64,11 +64,11 @@ def defaults_for(options: Options, config, weights: Weights = NO_WEIGHTS) -> Def
 
 
 def fill_in(options: Options, defaults: Defaults, weights: Weights = NO_WEIGHTS) -> list[str]:
-    """Set what neither the user nor a resumed run has set; return the flags of it that matter, as a
-    command line has them.
+    """Set the settings that neither the user nor a resumed run has set; return the important ones
+    as flags.
 
-    The global batch is a multiple of the replicas, and the micro-batch a divisor of each one's
-    share, so that the same defaults train the same run on any number of ranks that divides it.
+    The global batch is a multiple of the replicas, and the micro-batch divides the batch of a
+    replica. So the same defaults train the same run on any number of ranks that divides the batch.
     """
     training, optimizer = options.training, options.optimizer
     filled = []

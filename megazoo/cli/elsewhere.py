@@ -1,17 +1,17 @@
-"""Flags of Megatron-LM, of transformers' Trainer, and of torchtitan, and what they are here."""
+"""Flags of Megatron-LM, the transformers Trainer and torchtitan, and their megazoo equivalents."""
 
 from collections.abc import Iterable
 
 from megazoo.errors import nearest
 
-# Theirs -> what to write instead; in brackets, where the value means something else. Flags of
-# torchtitan have a section and a dot.
+# Foreign flag -> megazoo flag; in brackets, if the value has another meaning. Flags of torchtitan
+# have a section and a dot.
 MEGATRON = {
     "tensor-model-parallel-size": "--tp",
     "pipeline-model-parallel-size": "--pp",
     "context-parallel-size": "--cp",
     "num-virtual-stages-per-pipeline-rank": "--virtual-pp",
-    "num-layers-per-virtual-pipeline-stage": "--virtual-pp (stages a rank)",
+    "num-layers-per-virtual-pipeline-stage": "--virtual-pp (stages per rank)",
     "use-distributed-optimizer": "--zero 1",
     "optimizer-cpu-offload": "--offload-optimizer",
     "num-layers": "--layers",
@@ -152,17 +152,17 @@ def about_unknown(kind: str, names: Iterable[str], known: set[str]) -> str:
 
 
 def _hint(name: str, known: set[str]) -> str:
-    """Return "write --steps instead" for another trainer's --train-iters, "leave it out" and why,
-    or the nearest name; nothing, if there is none. What a program has not is not suggested."""
-    theirs = _plain(name)
-    ours = KNOWN.get(theirs, "")
-    if ours and ours.split()[0].removeprefix("--") in map(_plain, known):
-        return f"write {ours} instead"
-    if theirs in REASONS:
-        return f"leave it out: {REASONS[theirs]}"
+    """Return a hint for an unknown flag: the megazoo equivalent of a foreign flag, the reason why
+    none is needed, or the nearest known name; "" without a hint."""
+    foreign = _plain(name)
+    equivalent = KNOWN.get(foreign, "")
+    if equivalent and equivalent.split()[0].removeprefix("--") in map(_plain, known):
+        return f"write {equivalent} instead"
+    if foreign in REASONS:
+        return f"omit it: {REASONS[foreign]}"
     return nearest(name, known).removeprefix("; ")
 
 
 def _plain(name: str) -> str:
-    """Return the name of a flag, or of a key of a file, as the tables have it."""
+    """Return the name of a flag, or of a key in a file, as it is written in the tables."""
     return name.removeprefix("--").replace("_", "-")

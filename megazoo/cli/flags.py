@@ -31,18 +31,18 @@ from megazoo.files import brief, convert
 
 
 def unset(metavar: str, default: str = "") -> Any:
-    """Return how the help shows an option that may be left out; default: what it is then."""
+    """Return the help format of an optional flag. default: text that describes its default."""
     hint = f"(default: {default})" if default else ""
     return tyro.conf.arg(metavar=metavar, help_behavior_hint=hint)
 
 
 def mandatory(metavar: str) -> Any:
-    """Return how the help shows an argument that must be given; the program checks it."""
+    """Return the help format of a required argument. The program checks that it is given."""
     return tyro.conf.arg(metavar=metavar, help_behavior_hint="(required)")
 
 
 SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
-# What `cli.defaults` fills in before a run reads it: until then it may be None.
+# Settings that `cli.defaults` fills in before a run reads them; None until then.
 T = TypeVar("T")
 if TYPE_CHECKING:
     Filled = Annotated[T, "filled in"]
@@ -57,11 +57,17 @@ Source = Positional[Annotated[Path | None, mandatory("SOURCE")]]
 
 
 def parse_flags(kind: type, arguments: list[str], description: str, settings: dict | None = None):
-    """Fill a dataclass from a command line by tyro; `kind` has a default for every flag.
+    """Fill a dataclass from a command line with tyro. On --help, print the help and exit with 0.
 
-    settings: what the command line overrides, as `typed_settings` gives it. Prints the help and
-    exits 0 on --help. Raises UserError with one line for an unknown flag, naming the nearest known
-    one, or a value that is of the wrong type, empty, too large for an int, or no text.
+    Args:
+        kind: Dataclass with a default for every flag.
+        arguments: Words of the command line.
+        description: Text above the flags in the help.
+        settings: Result of `typed_settings`; the command line overrides them.
+
+    Raises:
+        UserError: A flag is unknown, or a value has the wrong type, is empty, is too large for an
+            integer, or is not valid text. The message is one line.
     """
     _check_names(arguments, {flag_of(name) for name in settings_of(kind)} | {"--help"})
     _check_words(arguments, kinds_of(kind))
@@ -85,7 +91,7 @@ def parse_flags(kind: type, arguments: list[str], description: str, settings: di
 
 
 def flag_of(argument: str) -> str:
-    """Return the flag of a setting's name or of a word of a command line: --log-interval for
+    """Return the flag for the name of a setting or a word of a command line: --log-interval for
     log_interval and for --log_interval=1."""
     return "--" + argument.removeprefix("--").partition("=")[0].replace("_", "-")
 
@@ -120,14 +126,19 @@ def _group_of(field: Field) -> type | None:
 
 
 def typed_settings(kind: type, settings: dict, origin: str, *, words: bool = False) -> dict:
-    """Return settings that a file has, by their names, each of the type that its field has in the
-    dataclass `kind`.
+    """Convert the settings of a file to the types of their fields.
 
-    None goes through a command line, so that no text in a file is ever a flag. A single value may
-    stand for a list of one, and a number for its text in a list of texts, as words on a command
-    line do. UserError begins with `origin`, and names the setting.
+    The settings are never parsed as a command line, so text in a file cannot act as a flag. As on a
+    command line, a single value is accepted for a list, and a number in a list of texts.
 
-    words: a text may stand for the number in it, too.
+    Args:
+        kind: Dataclass of the settings.
+        settings: Values by name.
+        origin: Name of the file, for errors.
+        words: Whether a text may also stand for a number.
+
+    Raises:
+        UserError: A setting is unknown or has the wrong type.
     """
     kinds = kinds_of(kind)
     try:
@@ -139,8 +150,7 @@ def typed_settings(kind: type, settings: dict, origin: str, *, words: bool = Fal
 
 
 def with_settings(options, settings: dict):
-    """Return a copy of a dataclass of settings, which may have groups, with these typed settings in
-    it."""
+    """Return a copy of a dataclass of settings (possibly with groups) with these typed settings."""
     values = {}
     for f in fields(options):
         value = getattr(options, f.name)
@@ -174,7 +184,7 @@ def _takes_text(kind) -> bool:
 
 
 def _number_in(value):
-    """Return the number that a text holds; else the value as it is."""
+    """Return the number in a text; other values are returned unchanged."""
     for kind in (int, float) if isinstance(value, str) else ():
         with contextlib.suppress(ValueError):
             return kind(value)
@@ -188,14 +198,14 @@ def _as_path(kind: type, value) -> Path:
 
 
 def check_text(name: str, text: str) -> None:
-    """Raise UserError for text, of what is known as `name`, that no file's name and no line on a
-    terminal can have in it."""
+    """Raise UserError for text that is not valid in file names and terminal output. name: setting
+    of the text, for the error."""
     if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
         raise UserError(f"{name} is {brief(text)}: it must be text in UTF-8, without NUL")
 
 
 def _check_empty(name: str, text: str, kind) -> None:
-    """Refuse an empty path or name: as a path it would be the directory that the program is in."""
+    """Raise UserError for an empty path or name: an empty path means the current directory."""
     is_name = any(getattr(hint, "metavar", "") == "NAME" for hint in get_args(kind)[1:])
     if not text and (is_name or get_origin(kind) is tuple or _is_path(kind)):
         raise UserError(f"{name} is empty: name {'it' if is_name else 'a directory or file'}")
@@ -206,7 +216,7 @@ def _is_path(kind) -> bool:
 
 
 def _check_words(arguments: list[str], kinds: dict) -> None:
-    """Refuse words that are no text, and those that are empty where a path or a name is meant."""
+    """Raise UserError for words that are not valid text, and for empty paths or names."""
     name, values, kind = "", 0, None
     for argument in arguments:
         check_text("an argument" if argument.startswith("--") else name or "an argument", argument)
@@ -224,7 +234,7 @@ def _check_words(arguments: list[str], kinds: dict) -> None:
 
 
 def _check_integers(options) -> None:
-    """Refuse integers that are too large to be counted with."""
+    """Raise UserError for integers of 2**63 and more."""
     for f in fields(options):
         value = getattr(options, f.name)
         if is_dataclass(value):
@@ -239,9 +249,9 @@ def _check_integer(name: str, value) -> None:
 
 
 def _give_help(kind: type) -> None:
-    """Make the docstring under each setting of a dataclass its help, groups included.
+    """Use the docstring under each field of a dataclass, groups included, as the help of its flag.
 
-    tyro finds the docstrings by itself, but shows every line of one as a paragraph of its own.
+    tyro would also find the docstrings, but show every line as a separate paragraph.
     """
     for part in (part for part in kind.__mro__ if is_dataclass(part)):
         parsed: Any = ast.parse(textwrap.dedent(inspect.getsource(part)))
@@ -257,8 +267,8 @@ def _give_help(kind: type) -> None:
 
 
 def _with_values(arguments: list[str], kinds: dict) -> list[str]:
-    """Write out what --x and --no-x say of a switch that may also be left out: --x True, --x
-    False; and short names of dtypes."""
+    """Write --x and --no-x of an optional switch as --x True and --x False, and short names of
+    dtypes in full."""
     words, name = [], ""
     for argument, following in pairwise([*arguments, ""]):
         flag = flag_of(argument) if argument.startswith("--") else ""
@@ -279,14 +289,14 @@ def _with_values(arguments: list[str], kinds: dict) -> list[str]:
 
 
 def _spelled_out(value, kind):
-    """Return the full name of a dtype that is given by a short one, where the kind has dtypes."""
+    """Return the full name of a dtype for a short one, if the type of the setting has dtypes."""
     names = choices_of(kind)
     full = SHORT_DTYPES.get(value) if isinstance(value, str) else None
     return full if full and full in names and value not in names else value
 
 
 def choices_of(kind) -> tuple:
-    """Return what a kind that is one of some literals may be."""
+    """Return the valid values of a type with literals; () for other types."""
     if get_origin(kind) is Literal:
         return get_args(kind)
     return sum(map(choices_of, get_args(kind)), ())
@@ -300,7 +310,7 @@ def _check_names(arguments: list[str], flags: set[str]) -> None:
 
 
 def _in_our_words(message: str, kinds: dict) -> str:
-    """Return tyro's message about a value as `typed_settings` puts it."""
+    """Return a message of tyro about a value in the format of `typed_settings`."""
     if found := re.match(r"Error parsing (--\S+): .*\b(int|float)\b.*'(.*)'", message, re.I):
         flag, kind, value = found.groups()
         meant = "an int" if kind.lower() == "int" else "a number"
@@ -308,14 +318,14 @@ def _in_our_words(message: str, kinds: dict) -> str:
     if found := re.match(r"invalid choice '(.*)' for argument '(--\S+)'", message):
         value, flag = found.groups()
         choices = choices_of(kinds[flag.removeprefix("--").replace("-", "_")]) or ("True", "False")
-        return f"{flag} is {value!r}: there are {', '.join(map(str, choices))}"
+        return f"{flag} is {value!r}: use one of {', '.join(map(str, choices))}"
     if found := re.match(
         r"Error parsing (--\S+): Could not parse arguments (\[.*\]) into tuple", message
     ):
         flag, values = found.groups()
         return f"{flag} is {values}: it must be whole numbers"
     if found := re.match(r"Unrecognized options: (.*)", message):
-        return f"unexpected {found[1]}: it belongs to no flag (--help lists all)"
+        return f"unexpected argument {found[1]}: it does not belong to a flag (see --help)"
     if found := re.match(r"Missing value for argument '(--\S+)'. Expected (\d+)", message):
         flag, count = found.groups()
         return f"{flag} needs {'a value' if count == '1' else count + ' values'}"

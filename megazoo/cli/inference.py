@@ -1,5 +1,4 @@
-"""What the tools that run a model have in common: its options, its ranks, the model and its
-tokenizer."""
+"""Shared code of the tools that run a model: options, ranks, model and tokenizer."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -30,48 +29,49 @@ from megazoo.tokenizer.settings import chat_template_in
 
 @dataclass
 class InferenceOptions(ImportOption, VerifyOption):
-    """What the tools that run a model take."""
+    """Options of the tools that run a model."""
 
     source: Source = None
-    """Checkpoint of any layout (a step's directory, or the one above for the latest), Hugging Face
-    directory, or org/name[@revision] on the Hugging Face hub. With a checkpoint of adapters comes
-    the base that it names."""
+    """Checkpoint saved in any parallel layout (the directory of a step, or its parent for the
+    latest step), Hugging Face directory, or org/name[@revision] on the Hugging Face hub. For a
+    checkpoint of adapters, the base that it names is loaded too."""
     adapter: File = None
-    """Directory of a LoRA adapter to run the model with, PEFT's or megazoo.lora.save's, or the
-    checkpoint of a run with adapters."""
+    """LoRA adapter to add to the model: a directory of PEFT or megazoo.lora.save, or the checkpoint
+    of a LoRA run."""
     tp: int = 1
-    """Tensor-parallel size: ranks that share each layer."""
+    """Tensor-parallel size: number of ranks that each layer is sharded over."""
     pp: int = 1
-    """Pipeline-parallel size: stages that the layers are cut into."""
+    """Pipeline-parallel size: number of stages that the layers are partitioned into."""
     cp: int = 1
-    """Context-parallel size. Here these ranks hold whole sequences, and count as replicas."""
+    """Context-parallel size. In this command, these ranks hold full sequences and act as replicas.
+    """
     stage_layers: str = "balanced"
-    """Where the pipeline is cut: balanced, by cost; uniform, by layers; or the layers of each
-    stage: 5,6,6,5."""
+    """How layers are assigned to pipeline stages. balanced: by estimated cost. uniform: by number
+    of layers. Or the number of layers of each stage, such as 5,6,6,5."""
     dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, AS_STORED] = None
-    """Type of weights and activations."""
+    """Data type of weights and activations."""
     int8: bool = False
-    """Round the weights of the layers' matrices to 8 bits: a quarter of fp32's memory for them, and
-    on CPUs faster answers where a rank's matrices have multiples of 16 rows and columns."""
+    """Quantize the matrices of the layers to 8 bits. They need a quarter of the memory of fp32. On
+    CPUs generation is faster if the dimensions of each rank's matrices are multiples of 16."""
     fp32_precision: Literal["tf32", "ieee"] = "tf32"
-    """How CUDA multiplies matrices of float32. tf32: on tensor cores, several times as fast, of
-    numbers rounded to 10 bits of mantissa; ieee: as they are, like CPUs."""
+    """Precision of float32 matrix products on CUDA. tf32: tensor cores, 10-bit mantissa, several
+    times faster. ieee: full float32, as on CPUs."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to run. auto: cuda if each rank of the machine can have a device, else cpu."""
+    """Device to run on. auto: cuda if every local rank can have its own GPU, otherwise cpu."""
     tokenizer: Name = None
-    """byte, the directory or file of a tokenizer, or org/name on the Hugging Face hub; by default
-    what is beside the model, or what it was trained on."""
+    """Tokenizer: byte, a directory or file, or org/name on the Hugging Face hub. By default the
+    tokenizer stored with the model, or the one it was trained with."""
 
     @property
     def one_rank(self) -> bool:
-        """Whether this process runs the model alone: then nobody else reads what it reads."""
+        """Whether the model runs in this process only, so that its input may be a pipe."""
         return world_size() == self.tp * self.pp * self.cp == 1
 
 
 def load_for_inference(
     options: InferenceOptions, *, keep_on_interrupt: bool = False
 ) -> tuple[Model, Tokenizer]:
-    """Start the missing ranks, and return this rank's part of the model and its tokenizer.
+    """Start the missing ranks, and return this rank's shard of the model and the tokenizer.
 
     keep_on_interrupt: see `start_missing_ranks`.
     """
@@ -80,7 +80,7 @@ def load_for_inference(
     where = options.tokenizer or source.tokenizer
     if where is None:
         raise UserError(
-            f"{source.path} has no tokenizer: give --tokenizer byte, or a directory or file"
+            f"{source.path} has no tokenizer: use --tokenizer byte, or a directory or file"
         )
     tokenizer = open_tokenizer(find_tokenizer(where))
     config, adapters = source.config, None
@@ -95,7 +95,7 @@ def load_for_inference(
     source.model.check(config, options.tp, options.pp)
     stage_layers = parse_stage_layers(options.stage_layers)
     layout = ParallelContext.virtual(options.tp, options.pp, stage_layers=stage_layers)
-    source.model.all_stages(config, layout)  # refuses a pipeline that can't be cut so
+    source.model.all_stages(config, layout)  # raises if the layers cannot be partitioned so
     data_parallel_size(options.tp, options.pp, options.cp)
     local_ranks = options.tp * options.pp * options.cp if world_size() == 1 else None
     choose_device(options.device, local_ranks)
@@ -108,7 +108,7 @@ def load_for_inference(
     )
     if note:
         note_rank_0(note)
-    # The ranks of --cp are replicas here: generation and scoring need whole sequences.
+    # The ranks of --cp are replicas here: generation and scoring need full sequences.
     ctx = ParallelContext.from_torch(
         options.tp, options.pp, stage_layers=stage_layers, device=options.device
     )

@@ -1,4 +1,4 @@
-"""What a program says of an exception that has reached its end."""
+"""Messages for exceptions that end a program."""
 
 import importlib.metadata
 import platform
@@ -8,23 +8,22 @@ from types import TracebackType
 
 from megazoo.files import reason_of
 
-# Files that --import has run: an error below one of them may well be its own.
+# Files that --import has run. An error that passes through one may be an error in that file.
 user_files: list[str] = []
 
-OUT_OF_MEMORY = ("can't allocate memory", "not enough memory")  # what torch says of the CPU's
-LONGEST_NAME = 200  # characters of a file's name that a line shows
+OUT_OF_MEMORY = ("can't allocate memory", "not enough memory")  # torch's messages for CPU memory
+LONGEST_NAME = 200  # characters of a file name that are shown
 
 
 def line_of(error: Exception) -> str | None:
-    """Return one line for a mistake of the user's, or for what the machine lacks; None for what
-    must be a bug in a program."""
+    """Return one line for a user error or a missing resource; None for a bug in megazoo."""
     if isinstance(error, OSError):
         names = [name for name in (error.filename, error.filename2) if name is not None]
         return ": ".join([*map(_shown, names[:1]), reason_of(error)])
     if isinstance(error, UnicodeError):
-        return f"a text can't be read or written: {error}"
+        return f"text cannot be decoded or encoded: {error}"
     if isinstance(error, RecursionError):
-        return f"something is nested too deeply: {error}"
+        return f"a value or an expression is nested too deeply: {error}"
     if type(error).__name__ == "OutOfMemoryError" or _is_of_memory(error):
         reason = str(error).strip().partition("\n")[0]
         return (
@@ -35,7 +34,7 @@ def line_of(error: Exception) -> str | None:
 
 
 def is_of_network(error: Exception) -> bool:
-    """Say whether it tells of a connection, of which the launcher and the other ranks tell more."""
+    """Return whether an error is a lost connection. The launcher and other ranks report more."""
     # This loads torch, which --help does not need.
     from megazoo.parallel.failure import is_of_communication
 
@@ -43,23 +42,25 @@ def is_of_network(error: Exception) -> bool:
 
 
 def tell_bug(error: Exception) -> None:
-    """Print the traceback of what must be a bug; and under it what to report, or above it, if the
-    exception came through a file of the user's, which."""
+    """Print the traceback of a bug, and how to report it.
+
+    If the exception passed through a file of --import, print the name of that file instead.
+    """
     if file := _user_file(error.__traceback__):
-        print(f"the error came through {file}, which --import ran:", file=sys.stderr)
+        print(f"the error occurred in or below {file}, which --import ran:", file=sys.stderr)
     traceback.print_exception(error)
     if not file:
-        ours, torch = sys.modules["megazoo"].__version__, importlib.metadata.version("torch")
+        version, torch = sys.modules["megazoo"].__version__, importlib.metadata.version("torch")
         print(
             "this is a bug in megazoo: please report it with the lines above (megazoo "
-            f"{ours}, torch {torch}, python {platform.python_version()})",
+            f"{version}, torch {torch}, python {platform.python_version()})",
             file=sys.stderr,
         )
     sys.stderr.flush()
 
 
 def _user_file(trace: TracebackType | None) -> str | None:
-    """Return the file, of those that --import ran, that an exception came through."""
+    """Return the last file of --import in a traceback; None if there is none."""
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace)]
     return next((file for file in reversed(files) if file in user_files), None)
 
@@ -70,7 +71,7 @@ def _is_of_memory(error: Exception) -> bool:
 
 
 def _shown(name: str | bytes | int) -> str:
-    """Return a file's name, the middle of a very long one left out."""
+    """Return the name of a file, shortened in the middle if it is very long."""
     name = name.decode(errors="backslashreplace") if isinstance(name, bytes) else str(name)
     half = LONGEST_NAME // 2
     return name if len(name) <= LONGEST_NAME else f"{name[:half]}...{name[-half:]}"

@@ -1,7 +1,8 @@
-"""The settings of the training program and of the tools: one set of dataclasses makes the flags,
+"""Settings of the training program and of the tools. One set of dataclasses defines the flags,
 their help and the TOML keys.
 
-The fields' docstrings are the flags' help. Nothing here loads torch, which --help does without.
+The docstring of a field is the help of its flag. This module does not import torch, which --help
+does not need.
 """
 
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -33,21 +34,20 @@ BY_DEVICE = tyro.conf.arg(
 
 
 def default_dtype(device: str) -> DtypeName:
-    """Return what --dtype is for a new run where it is left out. device: "cuda" or "cpu"."""
+    """Return the default of --dtype for a new run. device: "cuda" or "cpu"."""
     return "bfloat16" if device == "cuda" else "float32"
 
 
 @dataclass
 class ModelOptions:
-    """What is trained. Sizes that are left out are the preset's."""
+    """Model to train. Sizes default to those of the preset."""
 
     model: Name = None
-    """Family: gpt2 (the default), llama, mpt, mistral, qwen2, qwen3, pythia, or one that --import
-    registers. Without --preset or --load it means its tiny preset."""
+    """Model family: gpt2 (the default), llama, mpt, mistral, qwen2, qwen3, pythia, or one that
+    --import registers. Without --preset and --load it selects the family's tiny preset."""
     import_: Annotated[File, tyro.conf.arg(name="import")] = None
-    """Python file of your own; it is run. It may register a model (megazoo.register), and functions
-    that are called after a step, an evaluation or a save (megazoo.on_step, on_evaluation, on_save).
-    """
+    """Python file to run before training. It may register a model (megazoo.register) and callbacks
+    after steps, evaluations and saves (megazoo.on_step, on_evaluation, on_save)."""
     preset: Name = None
     """A published shape: gpt2-tiny, gpt2-124m, gpt2-355m, gpt2-774m, gpt2-1.5b (or gpt2-xl),
     gpt3-175b; llama-tiny, llama-7b, llama-13b, llama-30b, llama-65b, llama2-70b, llama3-8b,
@@ -57,81 +57,82 @@ class ModelOptions:
     qwen3-4b, qwen3-8b, qwen3-14b, qwen3-32b; pythia-tiny, pythia-70m, pythia-160m, pythia-410m,
     pythia-1b, pythia-1.4b, pythia-2.8b, pythia-6.9b, pythia-12b."""
     hidden_size: Size = None
-    """Features of a token."""
+    """Number of features per token."""
     layers: Size = None
-    """Transformer blocks."""
+    """Number of transformer blocks."""
     heads: Size = None
-    """Attention heads, cut whole over tp, which need not divide them if no rank has over a quarter
-    above its share."""
+    """Number of attention heads. tp need not divide it, but no rank may get more than 1.25 times
+    the average."""
     kv_heads: Size = None
-    """Key and value heads, for models with grouped queries: cut as the heads are; where tp exceeds
-    them, tp must be a multiple of them and divide the heads, and each is held by several ranks."""
+    """Number of key/value heads (grouped-query attention), sharded like the heads. If tp is larger,
+    tp must be a multiple of it and must divide --heads; each key/value head is then replicated."""
     ffn_size: Size = None
-    """Inner features of the MLP, 4 x hidden-size in GPT-2; tp need not divide them."""
+    """Hidden size of the MLP; 4 x hidden-size in GPT-2. tp need not divide it."""
     vocab_size: Size = None
-    """Size of the vocabulary; tp need not divide it."""
+    """Size of the vocabulary. tp need not divide it."""
     max_positions: Size = None
-    """Longest sequence that the model has positions for; a rotary scaling may take it further."""
+    """Longest sequence for which the model has positions. RoPE scaling may extend it."""
     dropout: Rate = None
-    """Probability, in all the places where the model has dropout."""
+    """Dropout probability, everywhere the model has dropout."""
     tie_embeddings: Switch = None
-    """Whether the output head is the embedding."""
+    """Whether the output head shares the weights of the embedding."""
     num_labels: Annotated[int | None, unset("INT", "the checkpoint's")] = None
-    """Train a classifier of so many labels, on JSONL with text and label in each line. The head of
-    a language model that --load names gives way to a new one. 1: a regression."""
+    """Train a sequence classifier with this many labels (1: regression) on JSONL lines with text
+    and label. A language-model head loaded with --load is replaced by a new one."""
 
 
 @dataclass
 class ParallelOptions:
-    """How ranks share the work."""
+    """Parallel layout: how the work is divided among ranks."""
 
     tp: int = 1
-    """Tensor-parallel size: ranks that share each layer."""
+    """Tensor-parallel size: number of ranks that each layer is sharded over."""
     dp: Annotated[int | None, unset("INT", "world / (tp x pp x cp)")] = None
-    """Data-parallel size: replicas. In one process it is the number of replicas to start on this
-    machine; under a launcher it must be what follows from the number of ranks."""
+    """Data-parallel size: number of replicas. A single process starts this many replicas on this
+    machine. Under a launcher it must be equal to the default."""
     pp: int = 1
-    """Pipeline-parallel size: stages that the layers are cut into."""
+    """Pipeline-parallel size: number of ranks that the layers are partitioned over."""
     virtual_pp: int = 1
-    """Stages of a pipeline rank; above 1, 1f1b is the interleaved schedule, with a smaller bubble
-    and more traffic."""
+    """Number of stages per pipeline rank. Above 1, 1f1b becomes the interleaved schedule: a smaller
+    bubble, but more communication."""
     cp: int = 1
-    """Context-parallel size: ranks that share each sequence."""
+    """Context-parallel size: number of ranks that each sequence is split over."""
     cp_method: Literal["allgather", "ulysses"] = "allgather"
-    """How attention looks beyond a rank's part: allgather brings it the keys and values of all,
-    ulysses some heads of the whole sequence."""
+    """How attention works across context-parallel ranks. allgather: gather the keys and values of
+    all ranks. ulysses: exchange heads (all-to-all), so that each rank attends over the full
+    sequence with some of the heads."""
     stage_layers: str = "balanced"
-    """Where the pipeline is cut: balanced, by cost; uniform, by layers; or the layers of each
-    stage: 5,6,6,5."""
+    """How layers are assigned to pipeline stages. balanced: by estimated cost. uniform: by number
+    of layers. Or the number of layers of each stage, such as 5,6,6,5."""
     sequence_parallel: Annotated[
         bool | None, unset("", "on for CUDA with tp above 1, otherwise off")
     ] = None
-    """Split the activations between tensor-parallel layers along the sequence: 1 / tp of their
-    memory and of the work there. --no-sequence-parallel turns it off."""
+    """Split the activations between tensor-parallel layers along the sequence. Their memory, and
+    the computation between the layers, fall to 1 / tp. --no-sequence-parallel turns it off."""
     schedule: ScheduleName = "1f1b"
-    """Order of the pipeline's forwards and backwards: one of these, or what --import adds. zb-h1
-    leaves the weights' gradients for when a rank would wait: a third of 1f1b's bubble, for more
-    memory on later stages."""
+    """Pipeline schedule: one of these, or one that --import registers. zb-h1 (zero bubble) delays
+    weight gradients into idle time: one third of the 1F1B bubble, but more memory on later stages.
+    """
     zero: Literal[0, 1] = 0
-    """1: the replicas share the optimizer's state and its update (ZeRO-1); each has
-    1 / (dp x cp) of them."""
+    """1: shard the optimizer's state and update over the replicas (ZeRO-1). Each rank stores and
+    updates 1 / (dp x cp) of them."""
     offload_optimizer: bool = False
-    """Keep the optimizer's state on the CPU, and make the update there."""
+    """Store the optimizer's state in CPU memory, and run the update on the CPU."""
     timeout: float = 600.0
-    """Seconds that a rank waits for another before the job ends, and says which one it waited for.
+    """Seconds to wait for another rank before the job is aborted. The error names the missing rank.
     """
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to run. auto: cuda if each rank of the machine can have a device, else cpu."""
+    """Device to run on. auto: cuda if every local rank can have its own GPU, otherwise cpu."""
 
     @property
     def replica(self) -> int:
-        """The ranks that hold one replica."""
+        """The number of ranks per replica."""
         return self.tp * self.pp * self.cp
 
 
 @dataclass
 class TrainingOptions:
-    """How long and on how much at once."""
+    """Length of the run, batch sizes and precision."""
 
     steps: Annotated[
         Filled[int],
@@ -140,10 +141,10 @@ class TrainingOptions:
             "400 for a tiny preset from random weights and for mock data, otherwise one epoch",
         ),
     ] = TO_FILL
-    """Number of optimizer steps, including those before a resume."""
+    """Total number of optimizer steps, including those before a resume."""
     epochs: Annotated[int | None, unset("INT", "1 where --steps has no default")] = None
-    """Number of passes over the training data, instead of --steps. The last step may go beyond the
-    end of the data."""
+    """Number of passes over the training data, instead of --steps. The last batch may extend past
+    the end of the data."""
     global_batch_size: Annotated[
         Filled[int],
         unset(
@@ -160,7 +161,7 @@ class TrainingOptions:
             "16 for a tiny preset from random weights, otherwise 1; at most a replica's share",
         ),
     ] = TO_FILL
-    """Sequences that a pipeline stage processes at once."""
+    """Sequences per micro-batch: the unit of one forward and backward pass."""
     seq_length: Annotated[
         Filled[int],
         unset(
@@ -171,56 +172,59 @@ class TrainingOptions:
     ] = TO_FILL
     """Tokens per sequence."""
     dtype: Annotated[Filled[DtypeName], BY_DEVICE] = TO_FILL
-    """Type of weights and activations. The shorter ones have fp32 master weights, gradients and
-    moments beside them, and float16 a dynamic loss scale. A resumed run keeps its own."""
+    """Data type of weights and activations. bfloat16 and float16 use fp32 master weights, gradients
+    and moments; float16 also uses a dynamic loss scale. A resumed run keeps its data type."""
     fp32_precision: Literal["tf32", "ieee"] = "tf32"
-    """How CUDA multiplies matrices of float32. tf32: on tensor cores, several times as fast, of
-    numbers rounded to 10 bits of mantissa; ieee: as they are, like CPUs."""
+    """Precision of float32 matrix products on CUDA. tf32: tensor cores, 10-bit mantissa, several
+    times faster. ieee: full float32, as on CPUs."""
     initial_loss_scale: float = 65536.0
-    """Loss scale that a run in float16 begins with."""
+    """Initial loss scale of a float16 run."""
     loss_scale_window: int = 1000
-    """Steps in a row without overflow, after which the loss scale doubles."""
+    """Number of consecutive steps without overflow after which the loss scale doubles."""
     hysteresis: int = 2
-    """Overflows tolerated before the loss scale is halved, the one that halves it included."""
+    """Number of overflows before the loss scale is halved. The overflow that halves it counts."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Run parts again in backward instead of keeping their activations: attention and the MLPs'
-    activations, or all."""
+    """Recompute activations in the backward pass instead of storing them. selective: attention and
+    the activation function of the MLPs. full: whole layers."""
     recompute_interval: int = 1
-    """Layers that are recomputed as one unit under full."""
+    """Number of layers that --recompute full recomputes as one unit."""
     compile: bool = False
-    """Run the layers under torch.compile: slow to start (a minute or so), faster afterwards."""
+    """Run the layers with torch.compile. The start takes a minute or so longer; steps are faster.
+    """
     train_only: Annotated[str | None, unset("PATTERN", "everything, or the adapters")] = None
-    """Regular expression: parameters in whose name it is not found stay frozen: head, norm,
-    layers[.]3[.], or several: "head|norm". They get no gradient, no optimizer state and no weight
-    decay."""
+    """Regular expression: train only the parameters whose names match, and freeze all others.
+    Examples: head, norm, layers[.]3[.], or several: "head|norm". Frozen parameters get no gradient,
+    no optimizer state and no weight decay."""
     seed: int = 1234
-    """Seed of the initial weights, the order of samples and the dropout; the run is the same in any
-    layout."""
+    """Seed for the initial weights, the order of the samples, and dropout. The run is the same in
+    any parallel layout."""
 
 
 @dataclass
 class LoRAOptions:
-    """Low-rank adapters: with them the weights stay as --load gives them, and a small change of
-    some matrices is trained."""
+    """Low-rank adapters (LoRA). The weights of --load are frozen, and only adapters of some
+    matrices are trained."""
 
     lora_rank: Annotated[int | None, unset("INT", "no adapters")] = None
-    """Rank of the change of each matrix; 0: no adapters."""
+    """Rank of the adapters. 0: no adapters."""
     lora_alpha: Annotated[float | None, unset("FLOAT", "16")] = None
-    """The change is multiplied by lora-alpha / lora-rank."""
+    """Scale of the adapters: their output is multiplied by lora-alpha / lora-rank."""
     lora_dropout: Annotated[float | None, unset("FLOAT", "0")] = None
-    """Probability of dropout on the adapters' inputs."""
+    """Dropout probability on the inputs of the adapters."""
     lora_targets: Annotated[str | None, unset("NAMES", "q,v")] = None
-    """What is adapted, by our names or Hugging Face's: q, k, v, output, gate, up, down; or
-    all-linear. Where q, k and v are one matrix there (GPT-2, MPT), each means that one."""
+    """Layers to adapt, separated by commas: q, k, v, output, gate, up, down, or their Hugging Face
+    names; or all-linear. If the Hugging Face model has one matrix for q, k and v (GPT-2, MPT), each
+    of the three selects that matrix."""
     lora_rslora: Annotated[bool | None, unset("", "off")] = None
-    """Multiply by lora-alpha / sqrt(lora-rank) instead. --no-lora-rslora turns it off."""
+    """Scale by lora-alpha / sqrt(lora-rank) instead (rank-stabilized LoRA). --no-lora-rslora turns
+    it off."""
     lora_load: File = None
-    """Begin with the adapters of a directory, PEFT's or a checkpoint's of a run with adapters; from
-    a checkpoint the run goes on, on the base of --load, or that which the checkpoint names."""
+    """Start from existing LoRA adapters: a PEFT directory, or a checkpoint of a LoRA run, which is
+    resumed. The base model comes from --load; by default from the checkpoint."""
 
     @property
     def settings(self) -> "LoRASettings | None":
-        """What the adapters are that the flags ask for; None without."""
+        """The adapter settings that the flags describe; None without adapters."""
         from megazoo.lora.settings import LoRASettings
 
         if not self.lora_rank:
@@ -230,7 +234,7 @@ class LoRAOptions:
 
     @property
     def given(self) -> dict:
-        """What the flags say of the adapters themselves: what is left out is not there."""
+        """The adapter settings that were given. Omitted flags are not included."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "lora_load"}
         given = {name: value for name, value in values.items() if value is not None}
         if "lora_targets" in given:
@@ -244,7 +248,8 @@ class OptimizerOptions:
     """The optimizer, its learning rate and clipping."""
 
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """muon: the matrices of linear layers by Muon, with --muon-lr; all else by AdamW, with --lr."""
+    """Optimizer. muon: Muon with --muon-lr for the matrices of linear layers, AdamW with --lr for
+    all other parameters."""
     lr: Annotated[
         Filled[float],
         unset(
@@ -253,166 +258,169 @@ class OptimizerOptions:
             "pretraining, or of GPT-3's model of this size; 5e-3 for a tiny preset",
         ),
     ] = TO_FILL
-    """Peak learning rate. The first lines of a run print the default that it uses."""
+    """Peak learning rate. The run prints the default that it uses when it starts."""
     muon_lr: Annotated[Filled[float], unset("FLOAT", "2e-2; fine-tuning needs a value")] = TO_FILL
-    """Peak learning rate of Muon, with the schedule of --lr."""
+    """Peak learning rate of Muon. It follows the schedule of --lr."""
     muon_momentum: float = 0.95
     """Momentum of Muon (Nesterov)."""
     ns_steps: int = 5
-    """Iterations of Newton-Schulz with which Muon orthogonalises."""
+    """Number of Newton-Schulz iterations in Muon."""
     ns_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """In which Newton-Schulz is computed; auto: float32 on CPUs, bfloat16 on CUDA."""
+    """Data type of the Newton-Schulz iterations. auto: float32 on CPUs, bfloat16 on CUDA."""
     min_lr: Annotated[Filled[float], unset("FLOAT", "lr / 10")] = TO_FILL
-    """Learning rate at the end of its fall."""
+    """Final learning rate after decay."""
     lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    """After the warm-up. wsd: stable, then a linear fall over the last fifth."""
+    """Decay of the learning rate after the warm-up. wsd (warmup-stable-decay): constant, then
+    linear decay over the last fifth."""
     warmup_steps: Annotated[
         Filled[int],
         unset(
             "INT", "3 % of the steps, a quarter for a tiny preset from random weights; at most 2000"
         ),
     ] = TO_FILL
-    """Number of steps in which the learning rate rises linearly from 0."""
+    """Number of warm-up steps, in which the learning rate rises linearly from 0."""
     lr_decay_steps: Annotated[Filled[int], unset("INT", "steps; after --load, as before")] = TO_FILL
-    """Step at which the learning rate has fallen to min-lr."""
+    """Step at which the learning rate reaches min-lr."""
     weight_decay: float = 0.1
-    """Decoupled; biases and norms have none."""
+    """Decoupled weight decay. Biases and norms have none."""
     clip_grad: float = 1.0
-    """Largest global gradient norm; 0 turns clipping off."""
+    """Maximum global gradient norm. 0: no clipping."""
     beta1: float = 0.9
-    """Decay of the first moment."""
+    """Decay rate of Adam's first moment."""
     beta2: float = 0.95
-    """Decay of the second moment."""
+    """Decay rate of Adam's second moment."""
 
 
 @dataclass
 class DataOptions:
-    """What it is trained on."""
+    """Training data."""
 
     data: tuple[str, ...] = ("stdlib",)
-    """One source, or weights and sources in turn: 0.7 a 0.3 b. A source is stdlib, the text of this
-    machine's Python standard library, about 12 MB; or the prefix of token files, PREFIX.bin and
-    PREFIX.idx, written by `megazoo preprocess` or Megatron-LM; or a JSONL file, with text,
-    prompt and completion, or messages in each line; or a .txt file, of which each paragraph is a
-    document. The tokens of files are kept beside them. The loss is only on
-    completions and the assistant's messages. A classifier takes JSONL with text, label, and maybe
-    text_pair. A .parquet file, and stream:FILES, are streamed by the package datasets: their
-    column text is tokenized while the run trains."""
+    """Training data: one source, or alternating weights and sources, such as 0.7 a 0.3 b. A source
+    is one of: stdlib, the source of this machine's Python standard library (about 12 MB); the
+    prefix of token files PREFIX.bin and PREFIX.idx written by `megazoo preprocess` or Megatron-LM;
+    a JSONL file with text, prompt and completion, or messages in each line; a .txt file with one
+    document per paragraph; a .parquet file or stream:FILES, streamed by the package datasets, whose
+    column text is tokenized during training. The tokens of JSONL and .txt files are cached next to
+    them. The loss covers only completions and assistant messages. A classifier needs JSONL with
+    text, label and optionally text_pair."""
     split: str = "95,5"
-    """Shares of the documents for training, validation and, if there is a third, the test at the
-    end."""
+    """Proportions of the documents for training, validation and, optionally, a test at the end of
+    the run."""
     tokenizer: Annotated[
         str | None, unset("NAME", "what is beside the model of --load, or byte")
     ] = None
-    """byte: a token is a byte, and one more ends a document. Or a directory or file of a tokenizer,
-    or org/name on the Hugging Face hub: see docs/data.md."""
+    """Tokenizer: byte (one token per byte, plus one that ends a document); a directory or file of a
+    tokenizer; or org/name on the Hugging Face hub. See docs/data.md."""
     separate_documents: bool = False
-    """Documents packed into one sample don't see each other, and positions begin anew in each."""
+    """Do not let documents in one packed sample attend to each other. Positions restart in each
+    document."""
     chat_template: Annotated[Filled[str], unset("TEXT|FILE", "the tokenizer's, or ChatML")] = (
         TO_FILL
     )
-    """What a conversation looks like: a template of Jinja in a .jinja file, or a message as text
-    with {role} and {content}. It is saved with the model."""
+    """Chat template: a .jinja file, or the text of one message with {role} and {content}. It is
+    saved with the model."""
     packing: bool = False
-    """Conversations, as many as fit, share a sample without seeing each other; else each is a row,
-    padded to the longest of its batch."""
+    """Pack several conversations into one sequence; they do not attend to each other. Otherwise
+    each conversation is one row, padded to the longest in its batch."""
     mock_data: bool = False
-    """Train on random tokens instead: for benchmarks. They need no tokenizer."""
+    """Train on random tokens, for benchmarks. No tokenizer is needed."""
     data_workers: int = 1
-    """Threads that make batches ahead; 0: each is made when it is needed."""
+    """Number of threads that prepare batches in advance. 0: prepare each batch when it is needed.
+    """
 
 
 @dataclass
 class VerifyOption:
-    """What every program takes that reads a model."""
+    """Option of every program that reads a model."""
 
     verify: bool = True
-    """Compare the files of a checkpoint with its checksums while they are read."""
+    """Check the files of a checkpoint against its checksums while reading them."""
 
 
 @dataclass
 class CheckpointOptions(VerifyOption):
-    """What is kept. Checkpoints load in any layout."""
+    """Checkpoints. They load in any parallel layout."""
 
     save: File = None
-    """Directory for checkpoints; one is written at the end, and when SIGTERM or SIGUSR1 stops the
-    run. A run that torchrun starts again (--max-restarts) goes on from the last one."""
+    """Directory for checkpoints. One is written at the end of the run, and when SIGTERM or SIGUSR1
+    stops it. A run that torchrun restarts (--max-restarts) resumes from the latest checkpoint."""
     save_interval: int = 0
-    """Steps between checkpoints; 0: only at the end."""
+    """Steps between checkpoints. 0: only at the end."""
     async_save: bool = False
-    """Write checkpoints in the background, from a copy in memory, while training goes on."""
+    """Write checkpoints in the background, from a copy in memory, while training continues."""
     keep_last: int = 0
-    """Checkpoints that remain in the directory, the last written; 0: all."""
+    """Number of most recent checkpoints to keep in the directory. 0: all."""
     on_save_error: Literal["stop", "continue"] = "stop"
-    """What to do when a checkpoint can't be written (a full disk, say): end, or warn and train on.
-    """
+    """What to do when a checkpoint cannot be written, for example because the disk is full. stop:
+    end the run. continue: print a warning and continue training."""
     load: File = None
-    """Go on from a checkpoint: a directory of --save, or one step in it. From a Hugging Face
-    directory, org/name[@revision] on the Hugging Face hub, or beside --lora-rank or --lora-load,
-    only the weights are loaded."""
+    """Checkpoint to resume from: a directory of --save, or one step in it. Only the weights are
+    loaded from a Hugging Face directory, from org/name[@revision] on the Hugging Face hub, and
+    together with --lora-rank or --lora-load."""
     load_weights_only: bool = False
-    """Take only the weights of --load, and start a new run with them."""
+    """Load only the weights of --load, and start a new run with them."""
 
 
 @dataclass
 class EvaluationOptions:
-    """When the loss of other data is measured."""
+    """Evaluation on validation and test data."""
 
     eval_interval: int = 100
-    """Steps between evaluations; 0: only at the end."""
+    """Steps between evaluations. 0: only at the end."""
     eval_steps: int = 20
-    """Batches of an evaluation, which begin the data anew at its end: rows of a classifier may
-    count more than once; 0: never evaluate."""
+    """Number of batches per evaluation. 0: no evaluation. If the data is too short, it is repeated,
+    and rows of a classifier may count more than once."""
 
 
 @dataclass
 class LoggingOptions:
-    """What is printed and recorded."""
+    """Progress lines, metrics and profiles."""
 
     log_interval: int = 10
-    """Steps between lines on the terminal."""
+    """Steps between progress lines on the terminal."""
     metrics: File = None
-    """File to which one JSON object a step is appended."""
+    """File to append metrics to, one JSON object per step."""
     record: File = None
-    """Directory that gets what another needs to repeat this run: settings, checksums of all that is
-    read, versions, and every step's loss. `megazoo check run` repeats it in any layout."""
+    """Directory for a reproducibility record: settings, checksums of the inputs, versions, and the
+    loss of every step. `megazoo check run` repeats the run in any parallel layout."""
     tensorboard: File = None
-    """Directory for the same numbers in TensorBoard."""
+    """Directory for TensorBoard logs of the same metrics."""
     wandb: Name = None
-    """Project of Weights & Biases for the same numbers. WANDB_MODE=offline keeps them here."""
+    """Weights & Biases project for the same metrics. WANDB_MODE=offline stores them locally."""
     trackio: Name = None
-    """Project of trackio for the same numbers; `trackio show` draws them. They stay on this
-    machine, unless TRACKIO_SPACE_ID names a Space on the Hugging Face hub."""
+    """trackio project for the same metrics; `trackio show` plots them. They stay on this machine,
+    unless TRACKIO_SPACE_ID names a Space on the Hugging Face hub."""
     peak_tflops: Annotated[float | None, unset("FLOAT", "the device's in bf16, where known")] = None
-    """TFLOP/s of one rank's device: what mfu, the model FLOPs utilization, is a share of."""
+    """Peak TFLOP/s of one device, used to compute MFU (model FLOPs utilization)."""
     profile: File = None
-    """Directory that gets a trace of a few steps from each rank, to look at in Perfetto or
-    chrome://tracing."""
+    """Directory for a trace of a few steps of each rank. Open it in Perfetto or chrome://tracing.
+    """
     profile_steps: tuple[int, int] = (3, 5)
-    """The first and the last step of --profile, counted from where this run starts."""
+    """First and last step to profile with --profile, counted from the start of this run."""
 
 
 @dataclass
 class ImportOption:
-    """What every tool takes."""
+    """Option of every tool."""
 
     import_: Annotated[File, tyro.conf.arg(name="import")] = None
-    """Python file that registers a model of your own (megazoo.register); it is run."""
+    """Python file to run, which registers a custom model (megazoo.register)."""
 
 
 @dataclass
 class ConversionOptions(ImportOption, VerifyOption):
-    """What the tools that write a model take."""
+    """Options of the tools that write a model."""
 
     source: Source = None
-    """Checkpoint of any layout (a step's directory, or the one above for the latest), or a Hugging
-    Face directory."""
+    """Checkpoint saved in any parallel layout (the directory of a step, or its parent for the
+    latest step), or a Hugging Face directory."""
     output: Positional[Annotated[Path | None, mandatory("OUTPUT")]] = None
     """Directory to write."""
     dtype: Annotated[DtypeName | None, AS_STORED] = None
-    """Type of the weights that are written."""
+    """Data type of the weights to write."""
     overwrite: bool = False
-    """Replace the output if it is there, and megazoo wrote all that it holds."""
+    """Replace the output if it exists and contains only files that megazoo wrote."""
 
     @property
     def torch_dtype(self) -> "torch.dtype | None":
@@ -423,7 +431,7 @@ class ConversionOptions(ImportOption, VerifyOption):
 
 @dataclass
 class Options:
-    """Settings by group; flags and TOML keys leave the group out."""
+    """All settings, by group. Flags and TOML keys do not include the group."""
 
     model: tyro.conf.OmitArgPrefixes[ModelOptions] = field(default_factory=ModelOptions)
     parallel: tyro.conf.OmitArgPrefixes[ParallelOptions] = field(default_factory=ParallelOptions)
@@ -439,19 +447,20 @@ class Options:
     )
     logging: tyro.conf.OmitArgPrefixes[LoggingOptions] = field(default_factory=LoggingOptions)
     config: File = None
-    """TOML file of settings: keys are the flags' names with underscores. The command line wins."""
+    """TOML file of settings. Its keys are the flags with underscores. Flags override it."""
     dry_run: bool = False
-    """Print the settings of the run and its plan (memory, traffic, bubble), without training."""
+    """Print the settings and the plan of the run (memory, communication, bubble) without training.
+    """
     print_config: bool = False
     """Print the settings of the run as a TOML file for --config, without training."""
 
     @property
     def replicas(self) -> int:
-        """The data-parallel size: as given, or as follows from a launcher's ranks."""
+        """The data-parallel size: --dp, or derived from the number of ranks of the launcher."""
         return self.parallel.dp or max(1, world_size() // max(1, self.parallel.replica))
 
     @property
     def values(self) -> dict:
-        """The settings of all groups, by the names of their flags with underscores."""
+        """The settings of all groups, by the names of the flags with underscores."""
         groups = filter(is_dataclass, vars(self).values())
         return {f.name.rstrip("_"): getattr(each, f.name) for each in groups for f in fields(each)}

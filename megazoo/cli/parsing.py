@@ -115,13 +115,15 @@ def each_once(arguments: list[str]) -> list[str]:
 
 
 def required(options: ImportOption, *names: str) -> list:
-    """Run the --import file, then return the values of positional arguments, each of which must be
-    given."""
+    """Run the --import file, then return the values of positional arguments.
+
+    Raises UserError if one is missing.
+    """
     if options.import_:
         run_file(options.import_)
     for name in names:
         if getattr(options, name) is None:
-            raise UserError(f"name the {name} (--help says how)")
+            raise UserError(f"the argument {name.upper()} is required (see --help)")
     for name in ("tp", "pp", "cp"):
         size = getattr(options, name, None)
         if size is not None and size < 1:
@@ -130,8 +132,10 @@ def required(options: ImportOption, *names: str) -> list:
 
 
 def run_file(file: Path) -> None:
-    """Run a user's Python file, which registers a model, a schedule or callbacks. UserError, naming
-    the file and its line, for what it raises."""
+    """Run a Python file that registers a model, a schedule or callbacks.
+
+    Raises UserError with the file and the line of an exception in it.
+    """
     try:
         is_file, is_directory = regular_file(file).is_file(), file.is_dir()
     except OSError as error:  # of a name that is too long, for example
@@ -149,7 +153,7 @@ def run_file(file: Path) -> None:
         spec.loader.exec_module(module)
     except UserError:
         raise
-    except SyntaxError as error:  # in it, or in what it imports
+    except SyntaxError as error:  # in the file, or in a module that it imports
         where = error.filename or file
         raise UserError(
             f"--import {file} is not Python: {error.msg}"
@@ -180,8 +184,7 @@ def _value_of(flag: str, arguments: list[str]) -> str | None:
 
 
 def _settings_in(file: str) -> tuple[bytes, bool]:
-    """Return the bytes of a file of settings, and whether it is a pipe, as it may be for one
-    rank."""
+    """Return the bytes of a file of settings, and whether it is a pipe (allowed for one rank)."""
     with open(regular_file(file, or_pipe=world_size() == 1), "rb") as opened:
         data = opened.read(LARGEST_FILE + 1)
         status = os.fstat(opened.fileno())
@@ -191,8 +194,8 @@ def _settings_in(file: str) -> tuple[bytes, bool]:
 
 
 def _toml_settings(file: str) -> tuple[dict, bool]:
-    """Return a TOML file's settings, by the names of the flags with underscores, and whether it is
-    a pipe."""
+    """Return the settings of a TOML file, by the names of the flags with underscores, and whether
+    the file is a pipe."""
     known = settings_of(Options)
     for name in ONE_START:
         known.pop(name)
@@ -203,7 +206,7 @@ def _toml_settings(file: str) -> tuple[dict, bool]:
         raise UserError(f"--config {file}: {error.strerror}") from error
     except UserError:
         raise
-    except (ValueError, RecursionError) as error:  # of what is no TOML, and of TOML too deep
+    except (ValueError, RecursionError) as error:  # invalid or too deeply nested TOML
         raise UserError(f"--config {file} is not TOML: {error}") from error
     if unknown := [key for key in settings if key not in known]:
         raise UserError(f"{file}: {about_unknown('key', unknown, set(known))}")

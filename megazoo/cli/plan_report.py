@@ -61,7 +61,14 @@ def planned_run(options: Options, device: str) -> PlannedRun:
 
 
 def plan_of(planner: Planner, options: Options, dp: int, device: str) -> Plan:
-    """Return the plan of a run. UserError if its layout can't be. Arguments as in `planned_run`."""
+    """Return the plan of a run. Raises UserError if its layout is invalid.
+
+    Args:
+        planner: Planner of the model.
+        options: Settings of the run.
+        dp: Data-parallel size.
+        device: "cpu" or "cuda".
+    """
     parallel, run = options.parallel, planned_run(options, device)
     sequence_parallel = parallel.sequence_parallel
     layout = ParallelContext.virtual(
@@ -80,7 +87,7 @@ def plan_of(planner: Planner, options: Options, dp: int, device: str) -> Plan:
 
 
 def plan_lines(plan: Plan) -> list[str]:
-    """Write a plan as a table, a line for ranks that are alike."""
+    """Return a plan as lines: a table with one row per group of equal ranks, and notes."""
     layout, batch = plan.layout, plan.batch
     sizes = product_of(layout["tp"], layout["pp"], layout["dp"], layout["cp"])
     rows = [PLAN_COLUMNS]

@@ -1,4 +1,4 @@
-"""What a model is asked, from flags and files, and what becomes of its answers."""
+"""Prompts from flags and files, and the output of answers."""
 
 import json
 from pathlib import Path
@@ -11,9 +11,9 @@ from megazoo.tokenizer import Tokenizer
 
 
 class Prompt(NamedTuple):
-    """A question to a model.
+    """A prompt.
 
-    text: what is encoded. line: the object that it comes from, which --output repeats. shown:
+    text: text to encode. line: object that the prompt comes from, repeated by --output. shown:
     whether the text is printed before the answer.
     """
 
@@ -23,8 +23,10 @@ class Prompt(NamedTuple):
 
 
 def read_prompts(file: Path, *, alone: bool = False) -> list[Prompt]:
-    """Read the prompts of a text file, one a line, or of JSONL, `prompt` of each line. UserError
-    for what has none. alone: no other rank reads it; the file may be a pipe."""
+    """Read the prompts of a text file, one per line, or `prompt` of each line of a JSONL file.
+
+    alone: only this rank reads the file; it may be a pipe. UserError if there is no prompt.
+    """
     if file.suffix == ".jsonl":
         prompts = []
         for number, line in _objects(file, alone):
@@ -41,8 +43,10 @@ def read_prompts(file: Path, *, alone: bool = False) -> list[Prompt]:
 
 
 def read_messages(file: Path, *, alone: bool = False) -> list[dict]:
-    """Read the objects of a JSONL file, each with `messages`, at least one. Arguments and errors as
-    in `read_prompts`."""
+    """Read the objects of a JSONL file, each with at least one message in `messages`.
+
+    alone: only this rank reads the file; it may be a pipe. UserError if there are no messages.
+    """
     lines = []
     for number, line in _objects(file, alone):
         messages = line.get("messages")
@@ -56,7 +60,7 @@ def read_messages(file: Path, *, alone: bool = False) -> list[dict]:
 
 
 def prompt_of_messages(line: dict, tokenizer: Tokenizer) -> Prompt:
-    """Return the prompt for an answer to the messages of a line, by the tokenizer's template."""
+    """Return the prompt for an answer to the messages of a line, with the tokenizer's template."""
     text = tokenizer.apply_chat_template(
         line["messages"], tools=line.get("tools"), add_generation_prompt=True
     )
@@ -64,7 +68,7 @@ def prompt_of_messages(line: dict, tokenizer: Tokenizer) -> Prompt:
 
 
 def _objects(file: Path, alone: bool) -> list[tuple[int, dict]]:
-    """Return the objects of the lines of a JSONL file that are not empty, and their numbers."""
+    """Return the objects in the non-empty lines of a JSONL file, with their line numbers."""
     found = []
     for number, text in enumerate(_text(file, alone).split("\n"), 1):
         if not text.strip():
@@ -74,7 +78,7 @@ def _objects(file: Path, alone: bool) -> list[tuple[int, dict]]:
         except (ValueError, RecursionError) as error:
             raise UserError(f"{file}, line {number}: {error}") from error
         if not isinstance(value, dict):
-            raise UserError(f"{file}, line {number}: {brief(text)} is no JSON object")
+            raise UserError(f"{file}, line {number}: {brief(text)} is not a JSON object")
         found.append((number, value))
     return found
 
@@ -88,9 +92,11 @@ def _text(file: Path, alone: bool) -> str:
 
 
 class Answers:
-    """The file of --output, which rank 0 writes: an object a line, that of the prompt with the
-    answer, or the answers, in it. UserError, before there is a model, if it can't be written; what
-    is in it stays until the first answer."""
+    """The JSONL file of --output, written by rank 0: one line per prompt, with answer or answers.
+
+    Raises UserError before the model is built if the file can't be written. Its old contents remain
+    until the first answer.
+    """
 
     def __init__(self, file: Path):
         self.file, self.mode = file, "w"

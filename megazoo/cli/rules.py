@@ -1,4 +1,4 @@
-"""Rules that settings must keep to, checked before anything is built."""
+"""Check the settings of a run before anything is built."""
 
 import math
 import os
@@ -24,7 +24,7 @@ AT_LEAST_1 = (
     "log_interval hidden_size layers heads kv_heads ffn_size vocab_size max_positions num_labels "
     "recompute_interval initial_loss_scale loss_scale_window hysteresis ns_steps"
 ).split()
-# Far above what any run needs, and small enough that nothing that is counted with them overflows.
+# Far above the needs of any run, and small enough that no value computed from them overflows.
 MOST = 10**12
 AT_MOST = {
     "timeout": 31_536_000,  # a year
@@ -43,12 +43,12 @@ AT_MOST = {
     "muon_lr": 1e100,
     "min_lr": 1e100,
     "seed": 2**63 - 1,
-    "vocab_size": 2**63 - 1,  # the model's sizes have limits of their own: see `check_sizes`
+    "vocab_size": 2**63 - 1,  # `check_sizes` has the limits of the model's sizes
     "max_positions": 2**63 - 1,
 }
 LONGEST_PATTERN = 1000
 BELOW_1 = ("dropout", "lora_dropout", "beta1", "beta2", "muon_momentum")
-LABELS = ("num_labels", "problem_type", "pad_token_id")  # of a classifier's config
+LABELS = ("num_labels", "problem_type", "pad_token_id")  # fields of a classifier's config
 
 
 def settle_steps(
@@ -58,11 +58,17 @@ def settle_steps(
     first_step: int = 0,
     consumed: int = 0,
 ) -> None:
-    """Fill in what follows from the number of steps, and check it.
+    """Fill in the settings that depend on the number of steps, and check them.
 
-    warmup: fraction of the steps by default. samples: of an epoch; without them a run of so many
-    epochs is left for later. consumed: samples until first_step, where the run is resumed, of
-    batches that may have had another size.
+    Args:
+        options: The settings; steps, lr_decay_steps and warmup_steps are filled in.
+        warmup: Default number of warm-up steps, as a fraction of the steps.
+        samples: Samples per epoch. If None and --epochs is set, nothing is filled in yet.
+        first_step: Step at which the run resumes; 0 for a new run.
+        consumed: Samples before first_step. Their batches may have had another size.
+
+    Raises:
+        UserError: The warm-up is longer than the schedule.
     """
     training, optimizer = options.training, options.optimizer
     if training.epochs:
@@ -78,16 +84,20 @@ def settle_steps(
     if optimizer.warmup_steps > optimizer.lr_decay_steps:
         raise UserError(
             f"warmup-steps {optimizer.warmup_steps} exceeds the {optimizer.lr_decay_steps} steps "
-            "of the schedule: use less"
+            "of the learning-rate schedule: use fewer"
         )
 
 
 def model_config(options: ModelOptions, source=None):
-    """Return the family's config that the options describe; with a source its own, which the
-    options may not contradict.
+    """Return the config that the options describe, or the config of the source.
 
-    source: what `open_source` opened, or None. Only the dropout may differ from it; and of a
-    language model a classifier may be made.
+    Args:
+        options: Settings of the model. With a source they must agree with its config, except for
+            the dropout. A classifier may be built on a language model.
+        source: Result of `open_source`, or None.
+
+    Raises:
+        UserError: The options contradict the source, or the family has no such setting.
     """
     given = {f.name: getattr(options, f.name) for f in fields(options)}
     given.pop("import_")
@@ -98,12 +108,12 @@ def model_config(options: ModelOptions, source=None):
     base = saved if saved and not preset else find_config(preset or tiny_preset(name or "gpt2"))
     if name and type(find_config(tiny_preset(name))) is not type(base):
         origin = f"preset {preset}" if preset else f"the checkpoint {path}"
-        raise UserError(f"{origin} is not of the family {name}")
+        raise UserError(f"{origin} is not a model of the family {name}")
     if "heads" in sizes and getattr(base, "kv_heads", None) == base.heads:
         sizes.setdefault("kv_heads", sizes["heads"])
     if "hidden_size" in sizes and getattr(base, "ffn_size", None) == 4 * base.hidden_size:
         sizes.setdefault("ffn_size", 4 * sizes["hidden_size"])
-    if saved and preset and saved.num_labels:  # which no preset says
+    if saved and preset and saved.num_labels:  # presets have no labels
         sizes |= {name: getattr(saved, name) for name in LABELS}
     elif labels and not saved:
         sizes["num_labels"] = labels
@@ -116,28 +126,34 @@ def model_config(options: ModelOptions, source=None):
     config = replace(base, **sizes)
     for f in fields(config) if saved else ():
         if f.name not in rates and getattr(config, f.name) != getattr(saved, f.name):
-            ours, theirs = getattr(config, f.name), getattr(saved, f.name)
-            raise UserError(f"{f.name} is {ours}, but {theirs} in the checkpoint {path}")
+            wanted, found = getattr(config, f.name), getattr(saved, f.name)
+            raise UserError(f"{f.name} is {wanted}, but {found} in the checkpoint {path}")
     return config
 
 
 def check_run(
     options: Options, model, config, tokenizer, dp: int, weights: Weights = NO_WEIGHTS
 ) -> None:
-    """Raise UserError if the run can't be: sizes that don't divide or don't fit, with what would.
+    """Raise UserError if the settings of a run are invalid, and name valid ones.
 
-    model: the family's class. dp: the data-parallel size. weights: what the run begins with.
+    Args:
+        options: All settings.
+        model: Class of the model family.
+        config: Config of the model.
+        tokenizer: Tokenizer of the data.
+        dp: Data-parallel size.
+        weights: Initial weights and adapters.
     """
     parallel, training = options.parallel, options.training
     check_offload(options.optimizer.optimizer, parallel.offload_optimizer)
     is_muon, muon_lr = options.optimizer.optimizer == "muon", options.optimizer.muon_lr
     if is_muon and muon_lr is None:
         raise UserError(
-            "fine-tuning with Muon needs --muon-lr: its default for random weights, "
-            "2e-2, would destroy the loaded ones"
+            "fine-tuning with Muon needs --muon-lr: the default for random weights, "
+            "2e-2, would destroy the loaded weights"
         )
     if is_muon and not muon_lr:
-        raise UserError("muon-lr must be above 0: AdamW's rate rises and falls in proportion to it")
+        raise UserError("muon-lr must be above 0: the learning rate of AdamW is scaled with it")
     layout = ParallelContext.virtual(
         parallel.tp,
         parallel.pp,
@@ -153,29 +169,29 @@ def check_run(
     for name in ("packing", "separate_documents") if config.num_labels else ():
         if getattr(options.data, name):
             raise UserError(
-                f"{name.replace('_', '-')} says nothing of a classifier, of which each row is a "
-                "text: leave it out"
+                f"{name.replace('_', '-')} cannot be used with a classifier (each row is one "
+                "text): remove it"
             )
     streamed = next(filter(is_streamed, options.data.data), None)
     if training.epochs and streamed:
         raise UserError(
-            f"epochs: nobody knows how many samples {streamed} has, because it is streamed: give "
+            f"epochs: the number of samples of {streamed} is unknown, because it is streamed: use "
             "--steps instead"
         )
     check_sequence(model, config, training.seq_length)
     if config.vocab_size < tokenizer.vocab_size and options.data.data != ("mock",):
         raise UserError(
             f"vocab-size {config.vocab_size} is smaller than the {tokenizer.vocab_size} "
-            f"of the tokenizer {tokenizer.source}: give --vocab-size {tokenizer.vocab_size}"
+            f"of the tokenizer {tokenizer.source}: use --vocab-size {tokenizer.vocab_size}"
         )
     _check_outputs(options)
     _check_weights_stay(options, weights)
 
 
 def _check_weights_stay(options: Options, weights: Weights) -> None:
-    """Refuse to write adapters, or a classifier, over the checkpoints that they begin with.
+    """Raise UserError if adapters or a classifier would overwrite the weights that they start from.
 
-    A run may go on in its own directory, but adapters need their base for good.
+    A run may resume in its own directory, but adapters always need their base.
     """
     save, resumed = options.checkpoint.save, weights.resumed(options)
     has_adapters = weights.settings or options.lora.lora_load
@@ -186,13 +202,13 @@ def _check_weights_stay(options: Options, weights: Weights) -> None:
             path = source.path.resolve()
             if save.resolve() in (path, path.parent if is_step_name(path.name) else path):
                 raise UserError(
-                    f"--save {save} holds the weights that this run begins with: choose another "
+                    f"--save {save} contains the weights that this run starts from: choose another "
                     "directory"
                 )
 
 
 def _check_outputs(options: Options) -> None:
-    """Check that what the run writes can be written, and that the packages for it are there."""
+    """Check that the outputs of the run can be written, and that their packages are installed."""
     log = options.logging
     directories = {
         "--save": options.checkpoint.save,
@@ -209,7 +225,7 @@ def _check_outputs(options: Options) -> None:
     for package, wanted in boards.items():
         if wanted and not is_installed(package):
             raise UserError(
-                f"--{package} needs the package {package}: install it, or leave --{package} out"
+                f"--{package} needs the package {package}: install it, or remove --{package}"
             )
     if log.metrics:
         _check_writable("--metrics", log.metrics.parent)
@@ -218,11 +234,11 @@ def _check_outputs(options: Options) -> None:
 
 
 def _check_writable(flag: str, directory: Path) -> None:
-    """Refuse a directory that can't be made or written, before the work that it is for."""
+    """Raise UserError if a directory cannot be created or written, before the run starts."""
     above = (directory, *directory.absolute().parents)
     try:
         existing = next(path for path in above if path.exists())
-    except OSError as error:  # of a name that is too long, say
+    except OSError as error:  # for example, the name is too long
         raise UserError(f"{flag} {brief(str(directory))}: {reason_of(error)}") from error
     if not existing.is_dir():
         raise UserError(f"{flag}: {existing} is not a directory")
@@ -231,7 +247,7 @@ def _check_writable(flag: str, directory: Path) -> None:
 
 
 def parse_stage_layers(text: str) -> str | tuple[int, ...]:
-    """Return what --stage-layers says: balanced, uniform, or the layers of each stage."""
+    """Parse --stage-layers: balanced, uniform, or the number of layers of each stage."""
     try:
         return tuple(int(word) for word in text.split(","))
     except ValueError:
@@ -239,7 +255,7 @@ def parse_stage_layers(text: str) -> str | tuple[int, ...]:
 
 
 def check_steps(options: Options, first_step: int) -> None:
-    """Raise UserError if nothing remains to be done after the step of the checkpoint."""
+    """Raise UserError if the checkpoint is already at the last step."""
     training = options.training
     if first_step >= training.steps:
         wanted = f"--steps {training.steps}"
@@ -248,10 +264,14 @@ def check_steps(options: Options, first_step: int) -> None:
         begun = f"--load {options.checkpoint.load}"
         if options.lora.lora_load:
             begun = f"--lora-load {options.lora.lora_load}"
-        raise UserError(f"{begun} is at step {first_step} already: {wanted} leaves nothing to do")
+        raise UserError(
+            f"{begun} is already at step {first_step}: {wanted} leaves nothing to do; use more"
+        )
     (first, last), left = options.logging.profile_steps, training.steps - first_step
     if options.logging.profile and not 1 <= first <= last <= left:
-        raise UserError(f"profile-steps {first} {last} must be two of the run's 1 to {left}")
+        raise UserError(
+            f"profile-steps {first} {last} must be two steps of this run, from 1 to {left}"
+        )
 
 
 def check_values(options: Options) -> None:
@@ -260,11 +280,11 @@ def check_values(options: Options) -> None:
         check_value(name, value)
     lr, min_lr = options.optimizer.lr, options.optimizer.min_lr
     if None not in (lr, min_lr) and min_lr > lr:
-        raise UserError(f"min-lr {min_lr} exceeds lr {lr}: give both")
+        raise UserError(f"min-lr {min_lr} exceeds lr {lr}: set both")
 
 
 def check_value(setting: str, value, origin: str = "") -> None:
-    """Raise UserError if a setting's value is out of its range. origin: the file that has it."""
+    """Raise UserError if the value of a setting is out of its range. origin: the file it is in."""
     name = f"{origin}: {setting}" if origin else setting.replace("_", "-")
     if setting == "train_only" and value and len(value) > LONGEST_PATTERN:
         raise UserError(f"{name} has {len(value)} characters: at most {LONGEST_PATTERN}")

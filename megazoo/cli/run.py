@@ -1,4 +1,4 @@
-"""What is known of a run before its ranks start: its settings, checked, and where it goes on."""
+"""A run before its ranks start: its checked settings, and the step at which it resumes."""
 
 from dataclasses import dataclass, field, fields
 
@@ -18,9 +18,9 @@ from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.device import choose_device
 from megazoo.tokenizer import Tokenizer
 
-# Settings of the samples and their order: a resumed run says which of them have changed.
+# Settings of the samples and their order. A resumed run prints those that have changed.
 SAMPLING = "data split seed separate_documents chat_template packing".split()
-# The groups of settings that all ranks have alike.
+# The groups of settings that must be the same on all ranks.
 COMPARED = "parallel training lora optimizer evaluation".split()
 
 
@@ -28,10 +28,14 @@ COMPARED = "parallel training lora optimizer evaluation".split()
 class Run(Settings):
     """A run of the training program.
 
-    sources: of the data. labels: of a classifier's data. finished: whether
-    torchrun has started the program again after the last step. dtype_chosen: whether no setting
-    named the dtype. fingerprints: of the data, files: checksums of all that is read, for --record;
-    both on rank 0.
+    Attributes:
+        tokenizer: Tokenizer of the data.
+        sources: Sources of the data.
+        labels: Labels of a classifier's data.
+        finished: Whether torchrun has restarted the program after the last step.
+        dtype_chosen: Whether the dtype is the default of the device.
+        fingerprints: Fingerprints of the data, on rank 0.
+        files: Checksums of all input files for --record, on rank 0.
     """
 
     tokenizer: Tokenizer
@@ -44,24 +48,26 @@ class Run(Settings):
 
     @property
     def source(self) -> ModelSource | None:
-        """What the weights are read from; None: they are drawn from the seed."""
+        """The source of the weights; None if they are initialized from the seed."""
         return self.weights.base
 
     @property
     def first_step(self) -> int:
-        """The step after which this start begins; 0 for a new run."""
+        """The number of steps before this start; 0 for a new run."""
         return self.state["step"]
 
     @property
     def batch_starts(self) -> range:
-        """The samples consumed before each of the steps that remain."""
+        """The number of samples consumed before each remaining step."""
         rows = self.options.training.global_batch_size
         first = self.state["consumed_samples"]
         return range(first, first + (self.options.training.steps - self.first_step) * rows, rows)
 
     def terms(self) -> Terms:
-        """Return what all ranks of a run have alike: the model, and the settings of what it
-        computes. Files may be elsewhere on another machine."""
+        """Return the model and the settings that must be the same on all ranks.
+
+        Paths are not included: they may differ between machines.
+        """
         groups, data = [getattr(self.options, name) for name in COMPARED], self.options.data
         settings = {f.name: getattr(group, f.name) for group in groups for f in fields(group)}
         settings |= {name: getattr(data, name) for name in SAMPLING if name not in ("data", "seed")}
@@ -71,30 +77,32 @@ class Run(Settings):
         return terms
 
     def settle_epochs(self, samples: int) -> None:
-        """Count the steps of --epochs, now that the samples of one are known."""
+        """Set the number of steps from --epochs. samples: number of samples per epoch."""
         consumed = self.state["consumed_samples"]
         settle_steps(self.options, self.defaults.warmup, samples, self.first_step, consumed)
         self.check_remaining()
 
     def check_remaining(self) -> None:
-        """Note whether torchrun has started the program again after the last step. UserError if a
-        user asks for no more steps than there have been."""
+        """Set `finished` if torchrun has restarted the program after the last step.
+
+        Raises:
+            UserError: The user asked for no more steps than the checkpoint has.
+        """
         if restarts() and self.first_step >= self.options.training.steps:
             self.finished = True
         else:
             check_steps(self.options, self.first_step)
 
     def device(self) -> torch.device:
-        """Return the device of this rank. UserError if the machine has too few."""
+        """Return the device of this rank. Raises UserError if the machine has too few."""
         parallel = self.options.parallel
         to_start = parallel.replica * self.options.replicas
         return choose_device(parallel.device, to_start if world_size() == 1 else None)
 
     def settle_dtype(self, device: str) -> None:
-        """Choose the dtype for a device, "cuda" or "cpu", if the settings name none.
+        """Set the default dtype of a device, "cuda" or "cpu", if the settings have no dtype.
 
-        A resumed run keeps its dtype on any device: its settings name it, and should they not, it
-        is float32.
+        A resumed run keeps its dtype on any device. It is in its settings; if not, it is float32.
         """
         training = self.options.training
         self.dtype_chosen = training.dtype is None
@@ -102,7 +110,7 @@ class Run(Settings):
             training.dtype = "float32" if self.resuming else default_dtype(device)
 
     def note_on_precision(self, device: str) -> str:
-        """Return what to say of the dtype, to end a line with: nothing of float32 on a CPU."""
+        """Return the end of a line that describes the dtype; "" for float32 on a CPU."""
         training = self.options.training
         if training.dtype != "float32":
             other = " (--dtype float32 for fp32)" if self.dtype_chosen else ""
@@ -115,13 +123,13 @@ class Run(Settings):
         )
 
     def microbatches(self, ctx: ParallelContext) -> int:
-        """The micro-batches of a replica's part of the global batch."""
+        """The number of micro-batches per replica and step."""
         training = self.options.training
         return training.global_batch_size // ctx.dp_size // training.micro_batch_size
 
     def learning_rate(self, step: int) -> float:
-        """The learning rate of a step: with Muon that of matrices, to which AdamW's is in
-        proportion."""
+        """The learning rate of a step. With Muon, the rate of Muon, to which the rate of AdamW is
+        proportional."""
         optimizer = self.options.optimizer
         lr, min_lr = optimizer.lr, optimizer.min_lr
         if optimizer.optimizer == "muon":
@@ -153,18 +161,18 @@ class Run(Settings):
         )
 
     def saves_at(self, step: int) -> bool:
-        """Whether a checkpoint is due after a step, unless the run is stopped there."""
+        """Whether a regular checkpoint is due after a step."""
         interval = self.options.checkpoint.save_interval
         return self.is_last(step) or bool(interval and step % interval == 0)
 
 
 def notes_on_changes(run: Run) -> list[str]:
-    """Return what to say of a run that is resumed: that the checkpoint names its data, and which
-    settings of the samples and of what is drawn are others than the checkpoint's."""
+    """Return notes on a resumed run: the data that the checkpoint names, and the settings of the
+    samples that differ from the checkpoint."""
     before, options, notes = run.state["settings"], run.options, []
     data = options.data.data
     if before.get("data") == data != DataOptions.data:
-        notes.append(f"data: {' '.join(data)}, as the checkpoint says")
+        notes.append(f"data: {' '.join(data)}, from the checkpoint")
     for name in SAMPLING:
         group = options.training if name == "seed" else options.data
         now = getattr(group, name)
@@ -175,5 +183,5 @@ def notes_on_changes(run: Run) -> list[str]:
 
 
 def said(value) -> str:
-    """Return the value of a setting as it is written after its flag."""
+    """Return the value of a setting as it is typed after its flag."""
     return " ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)

@@ -1,4 +1,4 @@
-"""How the programs that generate choose tokens: their options, and what `Model.generate` takes."""
+"""Sampling options of the programs that generate text, and the arguments of `Model.generate`."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -13,27 +13,30 @@ from megazoo.tokenizer import Tokenizer
 
 @dataclass
 class SamplingOptions(InferenceOptions):
-    """How tokens are chosen."""
+    """Sampling of tokens."""
 
     max_new_tokens: int = 128
-    """Tokens of an answer at most."""
+    """Maximum number of new tokens."""
     temperature: Annotated[float | None, unset("FLOAT", "1")] = None
-    """Divides the scores: below 1 for likelier tokens, above for others; 0 takes the likeliest."""
+    """Sampling temperature: below 1 favors likely tokens, above 1 favors unlikely ones. 0: greedy.
+    """
     top_k: Annotated[int | None, unset("INT", "all")] = None
-    """Draw from so many of the likeliest tokens."""
+    """Sample only from this number of most likely tokens."""
     top_p: Annotated[float | None, unset("FLOAT", "1")] = None
-    """Draw from the likeliest tokens that together have this probability."""
+    """Sample only from the most likely tokens whose probabilities add up to this value."""
     seed: int = 0
-    """Of the draws: the same tokens in any layout."""
+    """Random seed for sampling. The tokens are the same in any parallel layout."""
     repetition_penalty: float = 1.0
-    """Above 1: tokens that were there become less likely."""
+    """Penalty for tokens that already occurred; above 1 makes them less likely."""
     stop: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], unset("TEXT", "none")]] = ()
-    """Text that ends an answer. It may be given several times."""
+    """Text that ends an answer. The flag may be repeated."""
 
 
 def sampling_settings(options: SamplingOptions, model: Model, tokenizer: Tokenizer) -> dict:
-    """Return the arguments of `Model.generate`: those of the flags, and the tokens that end an
-    answer. Tokens are drawn if a flag asks for it, and the temperature is not 0."""
+    """Return the arguments of `Model.generate`: the flags, and the tokens that end an answer.
+
+    Tokens are sampled if --temperature, --top-k or --top-p is set and the temperature is not 0.
+    """
     drawn = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p")}
     drawn = {name: value for name, value in drawn.items() if value is not None}
     settings: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""The settings of a start of the training program, and what it begins with, resolved once."""
+"""Resolve the settings and the initial weights of one start of the training program."""
 
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -23,8 +23,8 @@ from megazoo.environment import restarts
 from megazoo.errors import UserError
 from megazoo.files import brief
 
-# The groups of settings that a checkpoint keeps. Of the others, the model's and the adapters' are
-# in its manifest; the layout, the checkpoints and what is logged are of one start.
+# The groups of settings that a checkpoint stores. Those of the model and the adapters are in its
+# manifest. The layout, the checkpoints and the logging may differ for each start.
 KEPT = (TrainingOptions, OptimizerOptions, DataOptions, EvaluationOptions)
 
 
@@ -51,15 +51,15 @@ class Settings:
 
 
 def resolve(arguments: list[str], description: str, kind: type = Options) -> Settings:
-    """Read the command line and its TOML file, run the file of --import, open what --load and
-    --lora-load name, or, where torchrun has started the program again, its last checkpoint, and
-    fill in the defaults.
+    """Read the command line and the TOML file, run the file of --import, open the sources of --load
+    and --lora-load, and fill in the defaults. After a restart by torchrun, the last checkpoint is
+    opened instead.
 
-    kind: `Options`, or a class that adds to it. UserError as from `CommandLine`, `run_file`,
-    `open_weights`, `resumed_state` and `model_config`.
+    kind: `Options`, or a subclass. Raises UserError as `CommandLine`, `run_file`, `open_weights`,
+    `resumed_state` and `model_config`.
     """
     line = CommandLine.read(arguments, description, kind)
-    options = line.merged()  # what they have to do with each other depends on the checkpoint's
+    options = line.merged()  # rules between settings are checked with those of the checkpoint
     if not options.checkpoint.load:
         line.options()
     save = options.checkpoint.save
@@ -85,8 +85,7 @@ def resolve(arguments: list[str], description: str, kind: type = Options) -> Set
 
 
 def _go_on(line: CommandLine, flag: str) -> None:
-    """Have a run go on from its own last checkpoint, as by this flag at the end of its command
-    line."""
+    """Resume a run from its own last checkpoint, as if this flag ended its command line."""
     keep, name = line.parsed.checkpoint, flag.removeprefix("--").replace("-", "_")
     line.words = [*line.words, flag, str(keep.save), "--no-load-weights-only"]
     line.flags |= {name, "no_load_weights_only"}
@@ -94,14 +93,17 @@ def _go_on(line: CommandLine, flag: str) -> None:
 
 
 def resumed_state(checkpoint: Checkpoint | None) -> dict:
-    """Return where a run stands: its step, samples and tokens consumed, and settings. Without a
-    checkpoint that is the start. UserError if the checkpoint is not of a training run."""
+    """Return the state of a run: its step, samples and tokens consumed, and settings.
+
+    Without a checkpoint, it is the initial state. UserError if the checkpoint is not from a
+    training run.
+    """
     if checkpoint is None:
         return {"step": 0, "consumed_samples": 0, "consumed_tokens": 0, "settings": {}}
     missing = {"step", "consumed_samples", "consumed_tokens", "settings"} - set(checkpoint.trainer)
     if missing:
         raise UserError(
-            f"{checkpoint.path} is not of a training run: trainer.json has no {min(missing)}; "
+            f"{checkpoint.path} is not from a training run: trainer.json has no {min(missing)}; "
             "--load-weights-only starts a new run with its weights"
         )
     file = checkpoint.path / TRAINER
@@ -111,28 +113,26 @@ def resumed_state(checkpoint: Checkpoint | None) -> dict:
 
 
 def _check_kept(settings: dict, file: Path) -> None:
-    """Refuse settings that no run keeps: paths of what it writes, above all. The types and ranges
-    of those that it keeps are checked where they are read: see `CommandLine`.
+    """Raise UserError for settings that no checkpoint stores, above all paths of outputs.
 
-    A setting that this version does not know is refused, too, for to leave it out might change what
-    is computed.
+    Unknown settings also raise an error, because omitting one might change the computation.
+    `CommandLine` checks the types and ranges of valid settings.
     """
     kept = [f.name for group in KEPT for f in fields(group)]
     for name, value in settings.items():
         if name not in kept:
             name = name if name.isidentifier() else brief(name)
-            raise UserError(f"{file}: settings has {name}, which a run does not keep")
+            raise UserError(f"{file}: settings has {name}, which a checkpoint must not contain")
         if name == "tokenizer" and value != "byte":
             raise UserError(
-                f"{file}: tokenizer is {brief(value)}: a checkpoint may name only byte, "
-                "or have a tokenizer's files"
+                f"{file}: tokenizer is {brief(value)}: a checkpoint may only name byte, "
+                "or contain the files of a tokenizer"
             )
 
 
 def settings_to_resume(options: Options) -> dict:
-    """Return what a checkpoint keeps, so that a run goes on as it was: all settings but the layout,
-    and what is printed or saved."""
-    # those of KEPT
+    """Return the settings that a checkpoint stores to resume the run: those of the groups in KEPT,
+    without layout, logging and checkpoints."""
     groups = (options.training, options.optimizer, options.data, options.evaluation)
     settings = {f.name: getattr(group, f.name) for group in groups for f in fields(group)}
     return {name: value for name, value in settings.items() if value is not None}

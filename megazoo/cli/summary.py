@@ -1,5 +1,5 @@
-"""What the training program prints at its beginning, of what is trained, and at its end: what came
-of the run, and what to do next."""
+"""The lines that the training program prints at the start (the model and its layout) and at the
+end (the result and the next commands)."""
 
 import json
 
@@ -22,7 +22,7 @@ from megazoo.terminal import print_rank_0
 
 
 def show(run: Run, dp: int) -> None:
-    """Print what --print-config and --dry-run ask for: the settings as TOML, and the plan."""
+    """Print the settings as TOML, and with --dry-run the plan."""
     options, device = run.options, run.options.parallel.device
     if not options.dry_run or device == "auto":
         device = run.device().type
@@ -31,7 +31,7 @@ def show(run: Run, dp: int) -> None:
         return
     print_rank_0(f"\n{defaults_line(run)}")
     if run.config.num_labels:
-        print_rank_0("no plan: classifiers are not planned")
+        print_rank_0("no plan: classifiers are not supported")
         return
     run.settle_dtype(device)
     planner = Planner(run.config, attached=adapters_of(run))
@@ -39,8 +39,10 @@ def show(run: Run, dp: int) -> None:
 
 
 def toml_of(run: Run) -> str:
-    """Return a run's settings as a TOML file for --config, without those that are None and those
-    that follow from others (min-lr from lr)."""
+    """Return the settings of a run as a TOML file for --config.
+
+    Settings that are None, or derived from others (min-lr from lr), are omitted.
+    """
     values = run.options.values
     if values["mock_data"]:
         values["data"] = None
@@ -52,17 +54,17 @@ def toml_of(run: Run) -> str:
 
 
 def _toml(value: object) -> str:
-    """Return a value as TOML: JSON, except that it takes no surrogates and no raw DEL."""
+    """Return a value as TOML: JSON, but without surrogates and raw DEL characters."""
     return json.dumps(value, default=str, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def defaults_line(run: Run) -> str:
-    """Return the flags that have defaults which depend on the model."""
+    """Return a line with the flags whose defaults depend on the model."""
     return f"defaults: {', '.join(run.filled)}" if run.filled else "defaults: none"
 
 
 def introduce(run: Run, ctx: ParallelContext) -> None:
-    """Print what is trained, and on what."""
+    """Print the model, its parallel layout and its precision."""
     print_rank_0(
         f"{family_of(run.config)}, {_kind_of(run)}{parameter_count(run.config):,} parameters, "
         f"on {ctx.world_size} x {ctx.device.type}: "
@@ -80,7 +82,7 @@ def introduce(run: Run, ctx: ParallelContext) -> None:
 
 
 def _kind_of(run: Run) -> str:
-    """Return what to say of a classifier, with a comma behind it; nothing of a language model."""
+    """Return a phrase that describes a classifier, with a comma; "" for a language model."""
     if not run.labels:
         return ""
     is_new = run.source and not run.source.config.num_labels
@@ -88,25 +90,25 @@ def _kind_of(run: Run) -> str:
 
 
 def summary(run: Run, recorder: Recorder) -> str:
-    """Return what came of a run, and the commands that take it further, a line each."""
+    """Return the result of a run and the next commands, one per line."""
     ctx, saved, metrics = recorder.model.ctx, recorder.saver.saved, run.options.logging.metrics
     stopped = f"stopped by {recorder.stopped_by}: " if recorder.stopped_by else ""
     steps = f"{run.first_step + 1} to {recorder.step}"
     losses = ", ".join(f"{name} loss {value:.4f}" for name, value in recorder.losses.items())
     lines = [
         f"\n{stopped}trained steps {steps} in {recorder.lines.time()}",
-        f"  {losses}" + ("" if run.labels else " nats a token"),
+        f"  {losses}" + ("" if run.labels else " nats per token"),
     ]
     if saved:
         layout = product_of(ctx.tp_size, ctx.pp_size, cp=ctx.cp_size)
         lines += [
             f"  checkpoint    {saved}  ({layout}; loads in any layout)",
-            f"  go on         {_command_to_go_on(run, recorder)}",
+            f"  resume        {_command_to_go_on(run, recorder)}",
         ]
         if command := _command_to_use(run, recorder):
             lines.append(f"  {command}")
     else:
-        lines.append("  nothing was saved: --save DIR keeps a checkpoint")
+        lines.append("  no checkpoint was saved: use --save DIR to save one")
     if metrics:
         lines += [
             f"  metrics       {metrics}",
@@ -117,7 +119,8 @@ def summary(run: Run, recorder: Recorder) -> str:
 
 
 def _command_to_go_on(run: Run, recorder: Recorder) -> str:
-    """The command that trains what a signal has left, or else as long again."""
+    """The command that resumes the run: to its end if a signal stopped it, otherwise to twice its
+    length."""
     training, keep = run.options.training, run.options.checkpoint
     words = list(run.arguments)
     if keep.load_weights_only:
@@ -131,7 +134,7 @@ def _command_to_go_on(run: Run, recorder: Recorder) -> str:
 
 
 def _command_to_use(run: Run, recorder: Recorder) -> str | None:
-    """The command that lets the model write, or classify; None where adapters have no base on
+    """The command that generates text or classifies; None if the base of adapters is not on
     disk."""
     if recorder.model.attached and run.source is None:
         return None

@@ -1,4 +1,4 @@
-"""The tokenizer that a setting names."""
+"""Find the tokenizer that a setting names."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -8,11 +8,11 @@ from megazoo.tokenizer import has_tokenizer
 
 
 def find_tokenizer(where: str | Path) -> str:
-    """Return what `open_tokenizer` takes for the tokenizer that a setting names.
+    """Return the argument of `open_tokenizer` for the tokenizer that a setting names.
 
-    Of a checkpoint's directory that is the step to read, of a name on the Hugging Face hub the
-    directory of its files; all else is returned as it is. "byte" is the tokenizer of bytes,
-    whatever directory has that name.
+    For the directory of a run it is its latest step, for a name on the Hugging Face hub the
+    directory of the downloaded files. Other values are returned unchanged. "byte" is always the
+    byte tokenizer, even if a directory has that name.
     """
     if str(where) == "byte":
         return "byte"

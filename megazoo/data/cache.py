@@ -1,4 +1,4 @@
-"""Token files are made from a file of text when it is first trained on, and kept beside it."""
+"""Cache of token files, written next to a text file when it is first used for training."""
 
 import hashlib
 import json
@@ -23,14 +23,18 @@ TEXT = ("text",)
 def cached_tokens(
     path: Path, tokenizer: str, chat_template: str, labels: Labels | None = None
 ) -> list[IndexedTokens]:
-    """Return the tokens of a file: of the paragraphs of plain text; or of JSONL, of its texts; or
-    of its conversations, and the mask of what carries a loss in them; or, with labels, of its
-    texts, of those that are paired with them, and of the labels: see `Recipe`.
+    """Return the tokens of a text file; create them at the first call.
 
-    Without labels the first line of JSONL says which. They are made at the first call, and kept in
-    FILE.tokens, under a name that everything they depend on goes into. However many processes of a
-    machine call this at the same time, one of them makes the files. Raises UserError for a line
-    without what the first one has, or without a label, and if nothing can be written there.
+    The result has one entry per key of the recipe: the tokens of paragraphs or texts; the tokens
+    and the loss mask of conversations; or, with labels, the tokens of texts and of paired texts,
+    and the labels. Without labels, the first line of a JSONL file determines the kind.
+
+    The tokens are stored in FILE.tokens, under a name that depends on everything that affects them.
+    If several processes of a machine call this at the same time, only one creates the files.
+
+    Raises:
+        UserError: A line lacks a key of the first line or a label, or the directory is not
+            writable.
     """
     recipe = _recipe_for(path, tokenizer, chat_template, labels)
     directory = Path(f"{path}.tokens")
@@ -45,15 +49,15 @@ def cached_tokens(
                         preprocess(recipe, prefix, workers=0, progress=bar.update)
     except OSError as error:
         raise UserError(
-            f"the tokens of {path} can't be kept beside it, in {directory}: {error.strerror}; "
-            "`megazoo preprocess` writes them elsewhere",
+            f"the tokens of {path} can't be written to {directory}: {error.strerror}; "
+            "use `megazoo preprocess` to write them to another directory",
             exit_code=1,
         ) from error
     return [IndexedTokens(file) for file in files]
 
 
 def _recipe_for(path: Path, tokenizer: str, chat_template: str, labels: Labels | None) -> Recipe:
-    """Return what the tokens of a file are made by; UserError if the first line of JSONL has
+    """Return the recipe for the tokens of a file; UserError if the first line of a JSONL file has
     nothing to encode."""
     if labels:
         return Recipe((str(path),), tokenizer, LABELLED, strict=True, labels=labels)
@@ -63,7 +67,7 @@ def _recipe_for(path: Path, tokenizer: str, chat_template: str, labels: Labels |
     chats = "messages" in value or {"prompt", "completion"} <= value.keys()
     if not chats and "text" not in value:
         raise UserError(
-            f"{path}, line {line}: it has neither text, nor prompt and completion, nor messages"
+            f"{path}, line {line}: it needs text, or prompt and completion, or messages"
         )
     keys, template = (CONVERSATION, chat_template) if chats else (TEXT, None)
     return Recipe(
@@ -72,20 +76,23 @@ def _recipe_for(path: Path, tokenizer: str, chat_template: str, labels: Labels |
 
 
 def _whole(files: list[Path]) -> bool:
-    """Return whether token files are there: their indices are written last."""
+    """Return whether token files are complete: their indices are written last."""
     return all(Path(f"{file}.idx").is_file() for file in files)
 
 
 def _name(recipe: Recipe) -> str:
-    """Return a name for the tokens of a recipe, a digest of the file's size and time, the
-    tokenizer's files and the settings."""
+    """Return a name for the tokens of a recipe: a digest of the size and time of the file, the
+    files of the tokenizer, and the settings."""
     status = os.stat(recipe.inputs[0])
     settings: dict[str, Any] = {
         **asdict(recipe),
         "inputs": [status.st_size, status.st_mtime_ns],
         "tokenizer": "",
     }
-    for name in ("labels", "paragraphs"):  # of other data: no part of names that are there already
+    for name in (
+        "labels",
+        "paragraphs",
+    ):  # omitted if unused, so that names of older files remain valid
         if not settings[name]:
             del settings[name]
     digest = hashlib.blake2b(json.dumps(settings).encode(), digest_size=8)

@@ -1,5 +1,5 @@
-"""Fine-tuning data becomes tokens: prompts with completions, and conversations, of which only the
-answers carry a loss."""
+"""Tokenize fine-tuning data: prompts with completions, and conversations. Only the answers carry a
+loss."""
 
 import json
 import re
@@ -17,8 +17,11 @@ CHATML = "<|im_start|>{role}\n{content}<|im_end|>\n"
 
 
 def template_of(given: str | None, tokenizer: Tokenizer) -> str:
-    """Return the chat template that a setting names: that of a .jinja file, or the setting itself;
-    without one the tokenizer's own, or else ChatML. UserError if it has no place for messages."""
+    """Return the chat template that a setting names.
+
+    It is the content of a .jinja file, or the setting itself. The default is the tokenizer's
+    template, or ChatML without one. UserError if it has no placeholder for messages.
+    """
     if given is None:
         own = tokenizer.chat_template or CHATML
         text = WRITTEN_AS.match(own)
@@ -27,14 +30,18 @@ def template_of(given: str | None, tokenizer: Tokenizer) -> str:
         given = as_text(read_bytes(Path(given)))
     if not is_jinja(given) and given.count(CONTENT) != 1:
         raise UserError(
-            f"chat-template {given!r} must be Jinja, or have {CONTENT} once; it may have {ROLE}"
+            f"chat-template {given!r} must be Jinja, or contain {CONTENT} once (and optionally "
+            f"{ROLE})"
         )
     return given
 
 
 def as_jinja(template: str, tokenizer: Tokenizer) -> str:
-    """Return a chat template in Jinja, as generation reads it: of a text with {role} and {content},
-    what `encode_conversation` encodes, but for the end of the document."""
+    """Return a chat template in Jinja, for generation.
+
+    A text with {role} and {content} becomes a template that renders the same tokens as
+    `encode_conversation`, except for the end of the document.
+    """
     if is_jinja(template):
         return template
     before, after = (_in_jinja(part) for part in template.split(CONTENT))
@@ -56,7 +63,7 @@ def _in_jinja(text: str) -> str:
 
 
 def is_jinja(template: str) -> bool:
-    """Say whether a chat template is Jinja, and no plain text with {role} and {content}."""
+    """Return whether a chat template is Jinja, rather than a text with {role} and {content}."""
     return "{%" in template or "{{" in template
 
 
@@ -103,7 +110,7 @@ def _pieces(tokenizer: Tokenizer, value: dict, template: str) -> Iterator[tuple[
     """Yield the pieces of the conversation's text, and whether they carry a loss."""
     messages = value["messages"]
     if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
-        raise ValueError("messages is no list of objects")
+        raise ValueError("messages is not a list of objects")
     _check_words(tokenizer, messages, plain=not is_jinja(template))
     if is_jinja(template):
         tools = value.get("tools")
@@ -123,15 +130,15 @@ def _pieces(tokenizer: Tokenizer, value: dict, template: str) -> Iterator[tuple[
 
 
 def _check_words(tokenizer: Tokenizer, messages: list[dict], *, plain: bool) -> None:
-    """Refuse messages without a role or words, and words that have a special token's name in them.
-    plain: a message has nothing but a text; otherwise its content is the template's affair."""
+    """Raise ValueError for messages without a role or content, and for content that contains the
+    name of a special token. plain: content must be a text; otherwise the template checks it."""
     for message in messages:
         role, content = message.get("role"), message.get("content")
         if not isinstance(role, str) or (plain and not isinstance(content, str)):
             raise ValueError("a message has no role or no content")
         for text in _texts_in(message):
             if tokenizer.encode(text) != tokenizer.encode(text, parse_special=False):
-                raise ValueError(f"{text[:40]!r} has a special token's name in it")
+                raise ValueError(f"{text[:40]!r} contains the name of a special token")
 
 
 def _texts_in(value) -> Iterator[str]:
@@ -152,7 +159,7 @@ def _completion(value: dict) -> Iterator[tuple[str, bool]]:
 
 
 def _common(a: list[int], b: list[int]) -> int:
-    """Return how many ids two lists have in common at their beginning."""
+    """Return the length of the common prefix of two lists of ids."""
     return next(
         (place for place, (x, y) in enumerate(zip(a, b, strict=False)) if x != y),
         min(len(a), len(b)),

@@ -1,5 +1,4 @@
-"""What a run is trained on: sources with their weights, each split into training, validation and
-test."""
+"""Data of a run: weighted sources, each split into training, validation and test."""
 
 import math
 import os
@@ -32,7 +31,7 @@ PARTS = ("training", "validation", "test")
 
 
 class Parts(NamedTuple):
-    """The blends of a run. validation and test are None where the split has no share for them."""
+    """The blends of a run. validation and test are None if the split has no share for them."""
 
     training: Blend
     validation: Blend | None
@@ -40,7 +39,7 @@ class Parts(NamedTuple):
 
 
 class Sources(NamedTuple):
-    """What `--data` and `--split` say. shares: of training, validation and test, adding up to 1."""
+    """Parsed --data and --split. shares: of training, validation and test; they add up to 1."""
 
     names: tuple[str, ...]
     weights: tuple[float, ...]
@@ -64,10 +63,10 @@ def open_datasets(
     """Open the sources and return the blends of a run.
 
     A source is "stdlib"; "mock", random tokens; the prefix of token files; a JSONL file of texts or
-    of conversations, or a .txt file of paragraphs, whose tokens are kept beside it; or files that
-    are streamed: see `StreamedTexts`. The first documents are for training, the last for the test;
-    those of stdlib are drawn, the same in every run; those of a stream are dealt in turn. Only
-    training is shuffled.
+    conversations, or a .txt file of paragraphs, whose tokens are cached next to it; or streamed
+    files: see `StreamedTexts`. The first documents are for training, the last for the test. Those
+    of stdlib are assigned at random, the same in every run; those of a stream alternate. Only
+    training data is shuffled.
     vocab_size: the model's. labels: of a classifier's data, which is JSONL with them, or "mock".
     positions: where training goes on in each streamed source, as `Blend.positions` says.
     report: is told what is cut, and of text how many documents it is. The other arguments are as
@@ -110,25 +109,25 @@ def open_datasets(
 
 
 def _tell_cuts(name: str, parts: list, seq_length: int, report: Callable[[str], None]) -> None:
-    """Say how many conversations, or rows of a classifier, of a source are cut."""
+    """Report how many conversations, or rows of a classifier, of a source are truncated."""
     cut = sum(getattr(part, "cut", 0) for part in parts)
     left_out = sum(getattr(part, "left_out", 0) for part in parts)
     if not cut:
         return
-    rest = f"; {left_out:,} of them have nothing to learn then, and are left out"
+    rest = f"; {left_out:,} of them are skipped, because no tokens with a loss remain"
     kind = "rows" if isinstance(parts[0], LabelledTexts) else "conversations"
     report(
-        f"{name}: {cut:,} {kind} are longer than seq-length {seq_length} and are cut"
+        f"{name}: {cut:,} {kind} are longer than seq-length {seq_length} and are truncated"
         f"{rest if left_out else ''}"
     )
 
 
 def _check_parts(name: str, parts: list, shares: tuple[float, ...], seq_length: int) -> None:
-    """Refuse a split that leaves a part of a source without a sample."""
+    """Raise UserError if the split leaves a part of a source without a sample."""
     for kind, part, share in zip(PARTS, parts, shares, strict=True):
         if share and not len(part):
             split = ",".join(f"{share:.4g}" for share in shares)
-            hint = ": give more documents, or --split without that part, as 100,0"
+            hint = ": use more documents, or --split without that part, such as 100,0"
             raise UserError(
                 f"{name}: split {split} leaves no {kind} sample of {seq_length} tokens"
                 f"{'' if kind == 'training' else hint}"
@@ -138,8 +137,8 @@ def _check_parts(name: str, parts: list, shares: tuple[float, ...], seq_length: 
 def prepare_datasets(
     sources: Sources, tokenizer: Tokenizer, chat_template: str, labels: Labels | None = None
 ) -> None:
-    """Make the tokens that are kept beside files of text, which takes a while the first time, and
-    open what is streamed once, since that may fail."""
+    """Tokenize text files and cache the tokens next to them, and open streamed sources once to find
+    errors early. Tokenizing may take long the first time."""
     for name in files_of_text(sources):
         cached_tokens(Path(name), tokenizer.source, chat_template, labels)
     for name in filter(is_streamed, sources.names):
@@ -147,21 +146,24 @@ def prepare_datasets(
 
 
 def needs_preparation(sources: Sources) -> bool:
-    """Say whether `prepare_datasets` does anything for the sources."""
+    """Return whether the sources need `prepare_datasets`."""
     return bool(files_of_text(sources)) or any(map(is_streamed, sources.names))
 
 
 def files_of_text(sources: Sources) -> list[str]:
-    """Return the files of text among the sources, JSONL and plain text."""
+    """Return the JSONL and plain text files among the sources."""
     return [name for name in sources.names if is_text(Path(name))]
 
 
 def check_data(data: Sequence[str], split: str) -> Sources:
-    """Return what `--data` and `--split` mean; UserError if there is no such source or split. No
-    file is opened.
+    """Parse --data and --split without opening a file.
 
-    data: one source, or weights and sources in turn. split: two or three shares, such as 95,5 or
-    98,1,1.
+    Args:
+        data: One source, or alternating weights and sources.
+        split: Two or three shares, such as 95,5 or 98,1,1.
+
+    Raises:
+        UserError: A source does not exist, or the split is invalid.
     """
     try:
         shares = [float(share) for share in split.split(",")]
@@ -254,7 +256,7 @@ def _open_streamed(
     eod: int | None,
     position: dict | None,
 ) -> list[StreamedTexts | None]:
-    """Open a streamed source and return its training, validation and test part; None for a part
+    """Open a streamed source and return its training, validation and test parts; None for a part
     without a share."""
     dealt = [share for share in shares if share]
     parts = iter(range(len(dealt)))
@@ -297,26 +299,26 @@ def _open_labelled(
 
 
 def _check_ends(tokens: IndexedTokens, eod: int | None) -> None:
-    """Refuse token files whose first document does not end with `eod`, if documents are to be told
-    apart by it."""
+    """Raise UserError for token files whose first document does not end with `eod`, if documents
+    are separated by it."""
     first = tokens.stream(0, min(1, len(tokens.documents) - 1))
     if eod is not None and len(first) and first[-1:].item() != eod:
         raise UserError(
             f"{tokens.bin}: its first document doesn't end with the tokenizer's {eod}, "
-            "by which separate-documents tells them apart: --append-eod writes it"
+            "which separate-documents needs: preprocess the data with --append-eod"
         )
 
 
 def _cuts(documents: int, shares: tuple[float, ...]) -> list[int]:
-    """Return the documents at which the parts begin, and at which the last one ends."""
+    """Return the first document of each part, and the end of the last part."""
     return [0, *(round(documents * sum(shares[:number])) for number in (1, 2)), documents]
 
 
 def _stream(documents: list[bytes], tokenizer: Tokenizer) -> np.ndarray:
-    """Return the tokens of documents end to end, each with the end of a document behind it."""
+    """Return the concatenated tokens of documents, each followed by the end-of-document token."""
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
     end = np.array([tokenizer.eod], dtype)
-    # A special token's name in a document is text.
+    # The name of a special token in a document is ordinary text.
     texts = (
         tokenizer.encode_to_numpy(text, parse_special=False).astype(dtype, copy=False)
         for text in documents

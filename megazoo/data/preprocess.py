@@ -1,6 +1,6 @@
-"""Text becomes token files: documents are read in chunks, encoded, and written in their order.
+"""Tokenize text into token files: read documents in chunks, encode them, and write them in order.
 
-Nothing here imports torch, so that a program that only preprocesses starts quickly.
+This module does not import torch, so that `megazoo preprocess` starts quickly.
 """
 
 import fcntl
@@ -22,7 +22,7 @@ from megazoo.tokenizer import open_tokenizer
 
 CHUNK = 1 << 20  # bytes of lines that a worker gets at a time
 SAVED_EVERY = 64  # chunks
-# What `preprocess` leaves: never a corpus of its own.
+# Suffixes of files that `preprocess` writes. They are never inputs.
 WRITTEN = (
     "_document.bin",
     "_document.idx",
@@ -36,10 +36,10 @@ WRITTEN = (
 
 @dataclass
 class CorpusProgress:
-    """How far a corpus is: where reading goes on, and how much is written.
+    """Progress of a corpus: where reading resumes, and how much is written.
 
-    file, offset, line: see `read_chunks`. documents, bad: lines encoded and left out. sizes: bytes
-    of tokens, and sequences: how many, by key.
+    file, offset, line: see `read_chunks`. documents, bad: number of encoded and of skipped lines.
+    sizes, sequences: bytes of tokens and number of sequences, by key.
     """
 
     file: int = 0
@@ -55,7 +55,7 @@ class CorpusProgress:
         return self.sizes.get(key, 0), 4 * self.sequences.get(key, 0)
 
     def add(self, chunk: Chunk, encoded: Encoded) -> None:
-        """Count a chunk that has been written."""
+        """Add a written chunk to the progress."""
         self.file, self.offset, self.line = chunk.file, chunk.end, chunk.next_line
         self.documents += encoded.documents
         self.bad += len(encoded.bad)
@@ -65,10 +65,10 @@ class CorpusProgress:
 
 
 def input_files(paths: list[Path]) -> tuple[str, ...]:
-    """Return the files, and those in the folders, in the order of their names. UserError if there
-    is none.
+    """Return the input files, including those in folders, ordered by name.
 
-    Token files in a folder are left out: they are raw bytes, which may well read as text.
+    Token files in a folder are skipped: their raw bytes could be read as text. UserError if a file
+    does not exist, or a folder has no files.
     """
     files = []
     for path in paths:
@@ -93,16 +93,24 @@ def preprocess(
     progress: Callable[[int], object] = lambda _: None,
     report: Callable[[str], None] = lambda _: None,
 ) -> CorpusProgress:
-    """Write PREFIX_KEY_document.bin and .idx for each key, whole or not at all.
+    """Write PREFIX_KEY_document.bin and .idx for each key, completely or not at all.
 
-    What was interrupted goes on where it stood, if the recipe and its files are the same. progress:
-    told the bytes read. report: told of bad lines; if the recipe is strict, the first one raises
-    UserError. workers: processes; 0: this one.
+    An interrupted call is resumed if the recipe and its files are the same.
+
+    Args:
+        recipe: Inputs and settings.
+        prefix: Prefix of the output files.
+        workers: Number of worker processes; 0 uses this process.
+        progress: Called with the number of bytes read.
+        report: Called with a line for each line without text.
+
+    Raises:
+        UserError: The recipe is strict, and a line has no text.
     """
     tokenizer = open_tokenizer(recipe.tokenizer)
     dtype = dtype_for(tokenizer.vocab_size)
     if recipe.append_eod:
-        tokenizer.eod  # noqa: B018, raises UserError before any work if there is none
+        tokenizer.eod  # noqa: B018, raises UserError early if the tokenizer has none
     prefix.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         output = _Output(recipe, prefix, dtype, stack)
@@ -121,7 +129,7 @@ def preprocess(
 
 
 def _tell_bad_lines(recipe: Recipe, chunk: Chunk, encoded: Encoded, report: Callable) -> None:
-    """Say which lines of a chunk have no text; UserError for the first, if the recipe is strict."""
+    """Report the lines of a chunk without text; UserError for the first if the recipe is strict."""
     path = recipe.inputs[chunk.file]
     unit = "paragraph" if recipe.paragraphs and not is_loose_json(Path(path)) else "line"
     for line, reason in encoded.bad:
@@ -134,9 +142,9 @@ def _tell_bad_lines(recipe: Recipe, chunk: Chunk, encoded: Encoded, report: Call
 class _Output:
     """The token files of a recipe while they are written.
 
-    Each key has a file of tokens and one of their lengths, which get their names, and an index,
-    when they are whole. Beside them stands how far they are, for the next run of the same recipe.
-    While the stack is open, no other process has the files.
+    Each key has a file of tokens and a file of their lengths. They get their final names and an
+    index when they are complete. A progress file lets the next run of the same recipe resume. While
+    the stack is open, no other process can open the files.
     """
 
     def __init__(self, recipe: Recipe, prefix: Path, dtype: np.dtype, stack: ExitStack):
@@ -160,8 +168,8 @@ class _Output:
                 file.seek(size)
 
     def _resumed(self) -> CorpusProgress:
-        """Return where an interrupted run of the same recipe stood, if all that it wrote is there;
-        else the start."""
+        """Return the progress of an interrupted run of the same recipe if all its output exists;
+        otherwise the initial progress."""
         if not self.state.is_file():
             return CorpusProgress()
         saved = json_object(self.state, self.state.read_bytes())
@@ -181,7 +189,7 @@ class _Output:
             lengths.write(np.array(encoded.lengths[key], "<i4").data)
 
     def save_progress(self) -> None:
-        """Put what was written on the disk, and then how much it is."""
+        """Flush the output to disk, then write the progress file."""
         self._sync()
         partial = self.state.with_suffix(".partial")
         with open_own(partial, truncate=True) as file:
@@ -190,19 +198,19 @@ class _Output:
         os.replace(partial, self.state)
 
     def finish(self) -> None:
-        """Give the files their names, and write their indices."""
+        """Rename the files to their final names, and write their indices."""
         self._sync()
-        self.state.unlink(missing_ok=True)  # from here on there is nothing to go on from
+        self.state.unlink(missing_ok=True)  # from here on, the run cannot be resumed
         for key, (tokens, lengths) in self.partial.items():
             final = Path(f"{self.prefix}_{key}_document")
-            Path(f"{final}.idx").unlink(missing_ok=True)  # of tokens that are now replaced
+            Path(f"{final}.idx").unlink(missing_ok=True)  # index of the old tokens
             os.replace(tokens, f"{final}.bin")
             counts = np.fromfile(lengths, "<i4")
-            lengths.unlink()  # before the index, which says that there is nothing left to do
+            lengths.unlink()  # before the index, which marks the output as complete
             write_index(f"{final}.idx", counts, self.dtype)
 
     def _sync(self) -> None:
-        """Put what was written on the disk."""
+        """Flush the output to disk."""
         for pair in self.files.values():
             for file in pair:
                 file.flush()
@@ -210,8 +218,8 @@ class _Output:
 
 
 def _open_alone(path: Path):
-    """Open a file to read and write, while no other process has it; UserError if one does, as both
-    would spoil it."""
+    """Open a file for reading and writing, and lock it; UserError if another process has locked
+    it."""
     file = open_own(path)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,5 +1,5 @@
-"""Text files are read in chunks: JSONL by whole lines, any other file whole. They may be
-compressed. Files that are streamed are only named here."""
+"""Read text files in chunks: JSONL in complete lines, other files as a whole. They may be
+compressed. Streamed files are only named here."""
 
 import glob
 import gzip
@@ -15,18 +15,18 @@ from typing import NamedTuple
 from megazoo.errors import UserError
 from megazoo.files import regular_file, without_mark
 
-LOOSE_JSON = (".jsonl", ".json", ".ndjson")  # one object a line; any other file is one document
-PLAIN_TEXT = (".txt",)  # what training reads beside JSONL
-STREAM = "stream:"  # before the files of a streamed source
+LOOSE_JSON = (".jsonl", ".json", ".ndjson")  # one object per line; any other file is one document
+PLAIN_TEXT = (".txt",)  # training reads these and JSONL
+STREAM = "stream:"  # prefix of a streamed source
 COMPRESSED = (".gz", ".zst")
 
 
 class Chunk(NamedTuple):
-    """Whole lines of a JSONL file, or a whole other file.
+    """Complete lines of a JSONL file, or another complete file.
 
-    file: its place among the inputs. line: the number of the chunk's first line. next_line, end:
-    the number of the line after it, and where that begins in the file, decompressed, in bytes.
-    read: bytes of the file itself that were read for it.
+    file: index among the inputs. line: number of the first line of the chunk. next_line, end:
+    number of the next line, and its offset in the decompressed file, in bytes. read: number of
+    bytes read from the file on disk.
     """
 
     file: int
@@ -40,9 +40,9 @@ class Chunk(NamedTuple):
 def read_chunks(
     inputs: tuple[str, ...], file: int, offset: int, line: int, size: int
 ) -> Iterator[Chunk]:
-    """Yield the chunks of the inputs in order, each of `size` bytes and what its last line lacks.
+    """Yield the chunks of the inputs in order, each of `size` bytes plus the rest of its last line.
 
-    Reading begins in file number `file` at the byte `offset`, where line number `line` begins.
+    Reading starts in file number `file` at byte `offset`, the start of line number `line`.
     """
     for number in range(file, len(inputs)):
         begin = (offset, line) if number == file else (0, 0)
@@ -74,13 +74,13 @@ def _chunks_of(path: Path, number: int, offset: int, line: int, size: int) -> It
 
 
 def is_loose_json(path: Path) -> bool:
-    """Return whether a file's name says that each of its lines is a JSON object."""
+    """Return whether the name of a file is that of a JSONL file."""
     return _kind_of(path) in LOOSE_JSON
 
 
 def is_text(path: Path) -> bool:
-    """Return whether a file is there whose name says that training can read it: JSONL, or plain
-    text. Token files with that prefix come before it."""
+    """Return whether a path is a JSONL or plain text file. False if token files have this prefix:
+    they take precedence."""
     has_tokens = Path(f"{path}.idx").is_file()
     return _kind_of(path) in (*LOOSE_JSON, *PLAIN_TEXT) and path.is_file() and not has_tokens
 
@@ -97,7 +97,7 @@ def is_streamed(name: str) -> bool:
 
 
 def builder_of_stream(name: str) -> str:
-    """Return which of `datasets`' builders reads a streamed source; UserError if none does."""
+    """Return the builder of `datasets` for a streamed source; UserError if there is none."""
     kind = _kind_of(Path(name.removeprefix(STREAM)))
     if kind == ".parquet":
         return "parquet"
@@ -112,20 +112,20 @@ def builder_of_stream(name: str) -> str:
 def files_of_stream(name: str) -> list[str]:
     """Return the files of a streamed source, in order: a path, or a pattern such as dir/*.parquet.
 
-    A URL, such as hf://datasets/org/name/*.parquet, is one entry. UserError if there is no file.
+    A URL, such as hf://datasets/org/name/*.parquet, is one entry. UserError if no file matches.
     """
     pattern = name.removeprefix(STREAM)
     if "://" in pattern or os.path.isfile(pattern):
         return [pattern]
     files = sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True)))
     if not files:
-        raise UserError(f"data {name!r}: there is no such file")
+        raise UserError(f"data {name!r}: no such file")
     return files
 
 
 def first_object(path: Path) -> tuple[int, dict]:
-    """Return the number of the first line of a JSONL file that is not empty, and its object;
-    UserError if there is none."""
+    """Return the line number and the object of the first non-empty line of a JSONL file; UserError
+    for an empty file."""
     number = 0
     try:
         with _opened(path) as (_, file):
@@ -140,10 +140,10 @@ def first_object(path: Path) -> tuple[int, dict]:
 
 
 def object_of_line(line: bytes) -> dict:
-    """Return the JSON object that a line is; ValueError if it is none."""
+    """Return the JSON object in a line; ValueError if it is not one."""
     value = json.loads(line)
     if not isinstance(value, dict):
-        raise ValueError("no JSON object")
+        raise ValueError("not a JSON object")
     return value
 
 
@@ -175,8 +175,8 @@ def _opened(path: Path):
 
 
 def _frames(raw, decompressor) -> Iterator[bytes]:
-    """Yield the contents of the frames of a .zst; EOFError if the last is cut short, which
-    zstandard's own reader does not notice."""
+    """Yield the contents of the frames of a .zst file; EOFError if the last frame is truncated,
+    which the reader of zstandard does not detect."""
     frame = None
     while data := raw.read(1 << 16):
         while data:
@@ -188,7 +188,7 @@ def _frames(raw, decompressor) -> Iterator[bytes]:
 
 
 class _FileOfPieces(io.RawIOBase):
-    """Reads pieces of bytes, end to end, as one file."""
+    """Reads concatenated chunks of bytes as one file."""
 
     def __init__(self, pieces: Iterator[bytes]):
         self._pieces, self._rest = pieces, memoryview(b"")

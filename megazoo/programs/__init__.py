@@ -1,1 +1,1 @@
-"""The programs behind the command `megazoo`."""
+"""The programs that the command `megazoo` runs."""

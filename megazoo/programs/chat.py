@@ -1,11 +1,12 @@
-"""Chat with a model of any layout, or of Hugging Face's, in the terminal or through a pipe.
+"""Chat with a megazoo checkpoint or a Hugging Face model, in the terminal or through a pipe.
 
 $ megazoo chat HuggingFaceTB/SmolLM2-135M-Instruct
 $ megazoo chat runs/a --tp 2 --system "Be brief." --temperature 0.7
 
-Each line is a message, and the answer appears as it comes. The model's chat template renders the
-conversation. /reset begins a new one, /exit or the end of input ends the program. Ctrl-C ends an
-answer, and between answers the program. Only answers go to stdout.
+Each input line is one message. Answers are printed token by token. The chat template of the model
+formats the conversation. /reset starts a new conversation; /exit or the end of input ends the
+program. Ctrl-C stops the current answer, or the program if there is none. Only answers go to
+stdout.
 """
 
 import signal
@@ -33,22 +34,21 @@ RESET, EXIT = "/reset", "/exit"
 
 @dataclass
 class Options(SamplingOptions):
-    """How to chat."""
+    """Conversation and sampling."""
 
     system: Text = None
-    """Message of the system, before the others."""
+    """System message at the start of the conversation."""
     chat_template: Annotated[str | None, unset("TEXT|FILE", "the model's, or ChatML")] = None
-    """What the conversation looks like: a template of Jinja in a .jinja file, or a message as text
-    with {role} and {content}."""
+    """Chat template: a .jinja file, or the text of one message with {role} and {content}."""
     max_new_tokens: int = 512
-    """Tokens of an answer at most."""
+    """Maximum number of tokens per answer."""
 
 
 class Interrupts:
-    """Ctrl-C: within an answer it ends this; elsewhere it raises KeyboardInterrupt.
+    """Ctrl-C: stop the current answer; between answers, raise KeyboardInterrupt.
 
-    Every rank gets the signal. A launcher of megazoo passes it on each time to ranks that catch
-    SIGUSR1, too.
+    Every rank gets the signal. A launcher of megazoo forwards it every time to ranks that also
+    catch SIGUSR1.
     """
 
     def __init__(self):
@@ -63,8 +63,8 @@ class Interrupts:
 
 
 class Printer:
-    """Prints an answer as its tokens come, without special tokens and without the tokens `ends` and
-    the texts `stops` that end it; `text` is what was printed."""
+    """Prints an answer token by token, without special tokens and without the tokens `ends` and the
+    texts `stops` that end it. `text` is the printed text."""
 
     def __init__(self, tokenizer, ids: list[int], ends: list[int], stops: tuple[str, ...]):
         self.stream, self.stops = tokenizer.stream(skip_special_tokens=True), stops
@@ -84,7 +84,7 @@ class Printer:
         print_rank_0()
 
     def _add(self, text: str) -> None:
-        """Print what can't be the beginning of a stop."""
+        """Print the text that cannot be the beginning of a stop text."""
         self.held += text
         if self.over:
             return
@@ -119,16 +119,20 @@ class Chat:
         self.messages = list(self.first)
 
     def answer(self, text: str) -> None:
-        """Print the answer to a message. UserError if there is no room for it, or the template
-        refuses it: then the conversation is as it was."""
+        """Print the answer to a message.
+
+        Raises:
+            UserError: The conversation is too long, or the template raised an error. The
+                conversation is then unchanged.
+        """
         messages = [*self.messages, {"role": "user", "content": text}]
         prompt = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
         ids = torch.tensor([self.tokenizer.encode(prompt, add_special_tokens=False)])
         room = self.model.longest_sequence(self.model.config) - ids.shape[1]
         if room < 1:
             raise UserError(
-                f"the conversation has {ids.shape[1]} tokens, for which this model has no room: "
-                f"{RESET} begins a new one"
+                f"the conversation has {ids.shape[1]} tokens, too many for this model: "
+                f"type {RESET} to start a new one"
             )
         room = min(room, self.settings["max_new_tokens"])
         ends, stops = self.settings["eos_token_id"], self.settings.get("stop", ())
@@ -150,7 +154,7 @@ def main(arguments: list[str]) -> None:
     interrupts, ctx = Interrupts(), model.ctx
 
     def halt() -> bool:
-        """Say whether Ctrl-C came; the same on all ranks of the last stage."""
+        """Return whether Ctrl-C was pressed; the same on all ranks of the last stage."""
         came = torch.tensor(int(interrupts.came), device=ctx.device)
         all_reduce(came, ctx.tp.group)
         return bool(came)
@@ -162,8 +166,8 @@ def main(arguments: list[str]) -> None:
 
 
 def end_of_answers(tokenizer, ends: list[int]) -> str | None:
-    """Return the text by which the template ends an answer; None where that is a token that ends
-    it, or nothing."""
+    """Return the text with which the template ends an answer; None if it is one of the tokens
+    `ends`, or empty."""
     messages = [{"role": "user", "content": "?"}, {"role": ANSWERS, "content": ANSWER}]
     tail = tokenizer.apply_chat_template(messages).rpartition(ANSWER)[2].strip()
     ids = tokenizer.encode(tail, add_special_tokens=False)
@@ -171,8 +175,8 @@ def end_of_answers(tokenizer, ends: list[int]) -> str | None:
 
 
 def converse(chat: Chat, interrupts: Interrupts) -> None:
-    """Answer line by line, until the end of input; say why of a message that has no answer."""
-    # the other ranks wait for what is typed
+    """Answer messages line by line until the end of input. If a message is invalid, print why."""
+    # the other ranks wait for input
     ctx = chat.model.ctx
     patient = ctx.new_cpu_group(timeout=timedelta(days=30))
     while True:
@@ -194,7 +198,7 @@ def converse(chat: Chat, interrupts: Interrupts) -> None:
 
 
 def read_line() -> str | None:
-    """Read a line; None at the end of input, and if Ctrl-C comes instead."""
+    """Read a line; "" at the end of input, None after Ctrl-C."""
     try:
         if sys.stdin.isatty():
             print("> ", end="", file=sys.stderr, flush=True)

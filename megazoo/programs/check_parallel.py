@@ -1,4 +1,4 @@
-"""Check, on the CPU of this machine, that a model trains in every layout as it does in one process.
+"""Check on the CPU that a model trains in each parallel layout as in one process.
 
 $ megazoo check layout --model llama --layouts tp2,pp2,tp2pp2
 $ megazoo check layout --preset llama2-70b --shrink --layouts all
@@ -7,14 +7,14 @@ $ megazoo check layout --import mine.py --model mine
 $ megazoo check layout --model llama --lora-rank 8 --layouts tp2+sp,pp2
 $ megazoo check self-test
 
-The steps take turns: plain rows, packed documents, and rows with padding, of an odd length. Prints,
-for each layout, the worst relative difference of the loss, the gradient norm, any
-parameter's gradient and any weight after the steps; where a difference begins, and what usually
-causes it. Exits 1 if a layout fails.
+The steps alternate between plain rows, packed documents, and rows of odd length with padding. For
+each layout it prints the largest relative difference of the loss, of the gradient norm, of the
+gradient of any parameter, and of any weight after the steps. For a layout that fails, it prints
+where the difference starts and the usual cause. Exits 1 if a layout fails.
 
---self-test plants published mistakes in small models, one after the other, runs the check, and
-prints a table in Markdown of what it says of each. Exits 1 if one is not found, or another cause is
-named than what was planted.
+--self-test injects published bugs into small models, one after the other, runs the check, and
+prints a table in Markdown of the causes found. Exits 1 if a bug is not found, or the wrong cause is
+named.
 """
 
 from dataclasses import dataclass
@@ -37,38 +37,39 @@ MOST_STEPS, MOST_RANKS = 10_000, 256
 
 @dataclass
 class Options(ImportOption):
-    """What is checked."""
+    """Model, layouts and training steps to check."""
 
     model: Name = None
-    """Family, preset or config file: config.json of Hugging Face, or TOML and JSON with our names.
-    """
+    """Family, preset or config file (a Hugging Face config.json, or TOML or JSON with megazoo's
+    names)."""
     preset: Name = None
-    """The same."""
+    """Preset or config file."""
     load: File = None
-    """Checkpoint or Hugging Face directory, with whose weights it is checked (with --shrink: with
-    whose config)."""
+    """Checkpoint or Hugging Face directory whose weights are used. With --shrink, only its config
+    is used."""
     shrink: bool = False
-    """Build it small: heads, KV groups, ties and kinds of layers remain."""
+    """Reduce the sizes of the model. Heads, KV groups, tied weights and kinds of layers remain."""
     layouts: Annotated[
         str,
         tyro.conf.arg(
-            help="Names with commas between: sizes, as in tp2cp2pp2dp2v2, then what is "
-            f"on: {switches()}. Or all."
+            help="Layouts, separated by commas: sizes such as tp2cp2pp2dp2v2, then any of the "
+            f"switches {switches()}. Or all."
         ),
     ] = "tp2,pp2,dp2,tp2pp2,tp2+sp,pp2v2"
     lora_rank: int = 0
-    """Train adapters of this rank, of all linear layers, instead of the weights."""
+    """Train LoRA adapters of this rank on all linear layers, instead of the weights."""
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """muon: the matrices of linear layers by Muon, all else by AdamW."""
+    """Optimizer. muon: Muon for the matrices of linear layers, AdamW for all other parameters."""
     ranks: int = 4
-    """The most ranks of --layouts all, which are processes of this machine."""
+    """Maximum number of ranks for --layouts all. They are processes on this machine."""
     steps: int = 3
-    """Of training. The first has plain rows, the second packed documents, the third padding, and so
-    on."""
+    """Number of training steps. The first has plain rows, the second packed documents, the third
+    padding, and so on."""
     tolerance: float = 1e-5
     """Relative difference above which a layout fails."""
     self_test: bool = False
-    """Check the check: plant mistakes, and see that each is found. Takes no other flags."""
+    """Self-test: inject known bugs and verify that each one is detected. Cannot be combined with
+    other flags."""
 
 
 def main(arguments: list[str]) -> None:
@@ -79,7 +80,7 @@ def main(arguments: list[str]) -> None:
     required(options)
     given = [options.model, options.preset, options.load]
     if sum(each is not None for each in given) != 1:
-        raise UserError("give one of --model, --preset and --load")
+        raise UserError("use exactly one of --model, --preset and --load")
     if options.steps < 1 or options.ranks < 2:
         raise UserError(
             f"steps {options.steps} must be at least 1, and ranks {options.ranks} at least 2"
@@ -100,7 +101,9 @@ def main(arguments: list[str]) -> None:
         layouts = all_layouts(config, options.ranks)
     else:
         layouts = [Layout.named(name) for name in options.layouts.split(",")]
-    print(f"{parameter_count(config):,} parameters, {options.steps} steps, against one process")
+    print(
+        f"{parameter_count(config):,} parameters, {options.steps} steps, compared with one process"
+    )
     print(f"{'layout':24}{'loss':>9}{'norm':>9}{'gradient':>10}{'weights':>9}")
     verdicts = check_parallel(
         config,
@@ -121,9 +124,9 @@ def main(arguments: list[str]) -> None:
 
 
 def plant_every_bug(options: Options) -> None:
-    """Print what the check says of each mistake of the gallery."""
+    """Inject each bug of the gallery, and print the result of the check."""
     if options != Options(self_test=True):
-        raise UserError("--self-test has models and layouts of its own: give no other flag")
+        raise UserError("--self-test uses fixed models and layouts: remove the other flags")
     print(gallery.header(), flush=True)
     missed = 0
     for outcome in gallery.self_test(gallery.BUGS):
@@ -131,12 +134,12 @@ def plant_every_bug(options: Options) -> None:
         missed += not outcome.found
     if missed:
         raise UserError(
-            f"{missed} of {len(gallery.BUGS)} planted mistakes were not found", exit_code=1
+            f"{missed} of {len(gallery.BUGS)} injected bugs were not found", exit_code=1
         )
 
 
 def line_of(verdict: Verdict) -> str:
-    """Return a verdict as a line of the table; - is what was not compared."""
+    """Return a verdict as a line of the table; - for values not compared."""
     numbers = f"{verdict.loss:9.1e}{verdict.norm:9.1e}{verdict.gradient:10.1e}{verdict.weight:9.1e}"
     outcome = "pass" if verdict.passed else f"FAIL  {verdict.cause}"
     if verdict.usual:

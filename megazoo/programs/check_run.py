@@ -1,14 +1,15 @@
-"""Run the first steps of a recorded run again, in its own layout or in others, and tell whether the
-losses and gradient norms are the same.
+"""Repeat the first steps of a recorded run, in the same or other parallel layouts, and compare the
+losses and gradient norms.
 
 $ megazoo pretrain --config configs/gpt2_tiny.toml --record runs/record
 $ megazoo check run runs/record
 $ megazoo check run runs/record --layouts pp4,dp2 --steps 20
 $ megazoo check run runs/record --data path/of/the/data --import mine.py
 
-First compares the files that the run read with their checksums, and names those that have changed.
-Then trains on this machine, in processes of its own, and says for each layout how far the steps are
-from the recorded ones, or where they part. Exits 1 if a file has changed, or a layout parts.
+First it compares the input files of the run with their checksums, and names those that have
+changed. Then it trains on this machine in new processes. For each layout it prints the largest
+differences from the recorded steps, or the first step that differs by more than the tolerance.
+Exits 1 if a file has changed or a layout differs.
 """
 
 import json
@@ -63,8 +64,8 @@ from megazoo.testing import Layout
 from megazoo.testing.layouts import switches
 
 TOLERANCES = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-2}
-MOST_NAMED = 10  # files that are named one by one
-MOST_RANKS = 16  # that a record may have started, unless there are more cores
+MOST_NAMED = 10  # changed files that are named
+MOST_RANKS = 16  # ranks started for a record's own layout, unless there are more cores
 REQUIRED = (
     "dtype steps global_batch_size micro_batch_size tp pp cp split tokenizer lr_decay_steps"
 ).split()
@@ -72,33 +73,33 @@ REQUIRED = (
 
 @dataclass
 class Options(ImportOption):
-    """What is checked."""
+    """Record to check."""
 
     record: Positional[Annotated[Path | None, mandatory("RECORD")]] = None
-    """Directory of --record."""
+    """Directory that a run wrote with --record."""
     layouts: Annotated[
-        Annotated[str | None, unset("NAMES", "the record's own")],
+        Annotated[str | None, unset("NAMES", "the layout of the record")],
         tyro.conf.arg(
-            help="Names with commas between: sizes, as in tp2cp2pp2dp2v2, then what is "
-            f"on: {switches()}."
+            help="Layouts, separated by commas: sizes such as tp2cp2pp2dp2v2, then any of the "
+            f"switches {switches()}."
         ),
     ] = None
     steps: int = 10
-    """Of the record's first, as many as are run again."""
+    """Number of steps to repeat, from the start of the record."""
     data: Annotated[
         tuple[str, ...] | None,
-        tyro.conf.arg(metavar="SOURCE [SOURCE ...]", help_behavior_hint="(default: where it was)"),
+        tyro.conf.arg(metavar="SOURCE [SOURCE ...]", help_behavior_hint="(default: as recorded)"),
     ] = None
-    """Where the data is now, as --data of the training program names it."""
+    """New location of the data, in the format of --data of the training program."""
     tokenizer: Name = None
-    """Where the tokenizer is now."""
+    """New location of the tokenizer."""
     load: File = None
-    """Where the weights are now that --load of the run named."""
+    """New location of the weights of --load."""
     lora_load: File = None
-    """Where the adapters are now that --lora-load of the run named."""
+    """New location of the adapters of --lora-load."""
     tolerance: Annotated[float | None, unset("FLOAT", "1e-5; in half precision 0.02")] = None
-    """Relative difference of a loss above which a layout parts; of a gradient norm, which rounding
-    moves more, ten times as much."""
+    """Largest relative difference of a loss that passes. For a gradient norm, which is more
+    sensitive to rounding, ten times this value passes."""
 
 
 def main(arguments: list[str]) -> None:
@@ -129,14 +130,16 @@ def main(arguments: list[str]) -> None:
         print(f"{layout or own!s:15} {line}", flush=True)
         parted += not is_same
     if parted:
-        raise UserError(f"{parted} of {len(layouts)} layouts part from the record", exit_code=1)
+        raise UserError(f"{parted} of {len(layouts)} layouts differ from the record", exit_code=1)
 
 
 def settings_of(recorded: Recorded, options: Options, origin: str) -> dict:
-    """Return the settings of the recorded run, with what has moved since; UserError for those that
-    no record has."""
+    """Return the settings of the recorded run, with the new locations of moved files.
+
+    Raises UserError for settings that no valid record has.
+    """
     for name in recorded.settings.keys() & set(BESIDE):
-        raise UserError(f"{origin}: settings has {name}, which decides nothing that is computed")
+        raise UserError(f"{origin}: settings has {name}, which does not affect the computation")
     settings = typed_settings(TrainingProgram, recorded.settings, origin)
     for name, value in settings.items():
         check_value(name, value, origin)
@@ -148,8 +151,8 @@ def settings_of(recorded: Recorded, options: Options, origin: str) -> dict:
         raise UserError(f"{origin}: first_step is {recorded.first_step}, but settings lacks load")
     if recorded.inputs.get("import") and not options.import_:
         raise UserError(
-            f"the run imported {shown(recorded.inputs['import'][0])}: give it, or your copy of it, "
-            "by --import"
+            f"the run imported {shown(recorded.inputs['import'][0])}: pass that file, or a copy, "
+            "with --import"
         )
     settings |= moved_directories(settings, options)
     if options.data:
@@ -160,8 +163,10 @@ def settings_of(recorded: Recorded, options: Options, origin: str) -> dict:
 
 
 def moved_directories(settings: dict, options: Options) -> dict:
-    """Return where the weights are, and the tokenizer if it was beside them. UserError if they
-    are gone."""
+    """Return the locations of the weights, and of the tokenizer if it was stored with them.
+
+    Raises UserError if they do not exist.
+    """
     moved: dict[str, str | Path] = {}
     for name, flag in (("load", "--load"), ("lora_load", "--lora-load")):
         old, new = settings.get(name), getattr(options, name)
@@ -177,14 +182,15 @@ def moved_directories(settings: dict, options: Options) -> dict:
         moved[name] = directory = new or old
         if not directory.is_dir():
             raise UserError(
-                f"no directory {shown(str(directory))}, where the weights were: {flag} says where"
+                f"the weights were in {shown(str(directory))}, which is not a directory: pass "
+                f"their new location with {flag}"
             )
     return moved
 
 
 def steps_to_train(directory: Path, recorded: Recorded, steps: list[Step]) -> list[Step]:
-    """Return the recorded steps that can be trained again: those without a gap from the first on,
-    as long as the run was the same. UserError if there are none."""
+    """Return the recorded steps that can be repeated: the first ones without a gap, up to a resume
+    that changed the run. UserError if there are none."""
     found = [step for step in steps if step.loss is not None]
     numbers = range(recorded.first_step + 1, recorded.first_step + 1 + len(found))
     found = [step for step, number in zip(found, numbers, strict=True) if step.step == number]
@@ -192,14 +198,14 @@ def steps_to_train(directory: Path, recorded: Recorded, steps: list[Step]) -> li
         raise UserError(f"{directory} has no steps: the run ended before its first")
     for start in recorded.resumed:
         if start.changes:
-            print(f"after step {start.step} the run went on otherwise, and is not compared:")
+            print(f"after step {start.step} the run resumed with changes, and is not compared:")
             print("\n".join(f"  {shown(change)}" for change in start.changes[:MOST_NAMED]))
             return [step for step in found if step.step <= start.step]
     return found
 
 
 def own_layout(recorded: Recorded, settings: dict) -> Layout:
-    """Return the layout of the recorded run, as far as a layout's name tells it."""
+    """Return the layout of the recorded run, as far as the name of a layout describes it."""
     sizes = {name: settings[name] for name in ("tp", "pp", "cp")}
     more = {name: settings[name] for name in ("cp_method", "zero", "schedule") if name in settings}
     return Layout(
@@ -212,13 +218,15 @@ def own_layout(recorded: Recorded, settings: dict) -> Layout:
 
 
 def check_layout(layout: Layout | None, own: Layout, recorded: Recorded, config) -> None:
-    """Raise UserError if the model can't be trained in a layout, or says nothing there. None: the
-    record's own, `own`."""
+    """Raise UserError if the model can't be trained in a layout, or its losses can't be compared.
+
+    layout: None for the record's own layout, `own`.
+    """
     most, rows = max(MOST_RANKS, os.cpu_count() or 1), recorded.settings["global_batch_size"]
     if layout is None and own.ranks > most:
         raise UserError(
-            f"the record's own layout, {own}, takes {own.ranks:,} ranks, more than the {most} that "
-            "are started here unasked: name it, or a smaller one, by --layouts"
+            f"the layout of the record, {own}, has {own.ranks:,} ranks, but at most {most} are "
+            "started on this machine by default: pass it, or a smaller layout, with --layouts"
         )
     if layout is None:
         return
@@ -229,22 +237,22 @@ def check_layout(layout: Layout | None, own: Layout, recorded: Recorded, config)
 
 
 def check_dropout(layout: Layout, own: Layout, recorded: Recorded) -> None:
-    """Raise UserError if losses of another layout say nothing: dropout draws by tp, cp, dp and the
-    micro-batch."""
+    """Raise UserError if dropout makes the losses of another layout differ: its masks depend on tp,
+    cp, dp and the micro-batch."""
     drops = [rate for name, rate in recorded.config.items() if name.endswith("dropout")]
     drops.append(recorded.settings.get("lora_dropout", 0.0))
     drawn_by = ("tp", "cp", "dp", "sequence_parallel")
     differs = any(getattr(layout, name) != getattr(own, name) for name in drawn_by)
     if any(drops) and differs:
         raise UserError(
-            f"{layout}: the run has dropout, whose masks follow from tp, cp and dp: only its own "
-            f"layout, {own}, and another pp tell anything"
+            f"{layout}: the run used dropout, whose masks depend on tp, cp and dp: use its own "
+            f"layout, {own}, or change only pp"
         )
 
 
 def check_files(recorded: Recorded, settings: dict, weights: Weights, import_: Path | None) -> None:
-    """Compare the files that the run read with those that are there. UserError if some have
-    changed, whose names are printed."""
+    """Compare the input files of the run with their checksums. UserError if some have changed;
+    their names are printed."""
     data = settings.get("data", ("mock",))
     inputs = {
         "data": list(check_data(tuple(data), settings["split"]).names),
@@ -258,16 +266,16 @@ def check_files(recorded: Recorded, settings: dict, weights: Weights, import_: P
     if changes:
         more = len(changes) - MOST_NAMED
         raise UserError(
-            f"{len(changes)} of the files that the run read are not as they were"
+            f"{len(changes)} input files of the run have changed"
             + (f", {more} more than are named" if more > 0 else ""),
             exit_code=1,
         )
-    print(f"{len(recorded.files):,} files are as they were", flush=True)
+    print(f"{len(recorded.files):,} files are unchanged", flush=True)
 
 
 def set_threads(recorded: Recorded) -> None:
-    """Give a rank that is alone as many threads as it had, if there are cores for them: sums of
-    another number of threads round in another way."""
+    """Use as many threads as the recorded run had for a single rank, if there are enough cores: the
+    number of threads changes the rounding of sums."""
     threads = recorded.machine.get("threads", "")
     if re.fullmatch("[1-9][0-9]{0,3}", threads) and int(threads) <= (os.cpu_count() or 1):
         os.environ["OMP_NUM_THREADS"] = threads
@@ -276,8 +284,8 @@ def set_threads(recorded: Recorded) -> None:
 def train_again(
     layout: Layout | None, recorded: Recorded, settings: dict, steps: int, import_: Path | None
 ) -> tuple[Recorded, list[Step]]:
-    """Train the first steps again in a layout, None for the record's own; return the record of
-    that."""
+    """Repeat the first steps in a layout, None for the record's own; return the new record and its
+    steps."""
     settings = {**settings, "steps": recorded.first_step + steps}
     dp = recorded.dp
     if layout is not None:
@@ -303,7 +311,7 @@ def train_again(
 
 
 def run_ranks(ranks: LocalRanks) -> None:
-    """Run the ranks until their end. A signal that ends them ends this program, too; UserError if
+    """Run the ranks until they exit. A signal that ends them also ends this program; UserError if
     they fail."""
     before = {number: signal.getsignal(number) for number in PASSED_ON}
     code = ranks.run()
@@ -312,19 +320,20 @@ def run_ranks(ranks: LocalRanks) -> None:
     if ranks.told is not None:
         sys.exit(128 + ranks.told)
     if code:
-        raise UserError("the run could not be repeated: see above", exit_code=code)
+        raise UserError("the run could not be repeated: see the error above", exit_code=code)
 
 
 def toml(value) -> str:
-    """Write a setting as a file of --config has it."""
+    """Return a setting in the format of --config."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return "".join(c if " " <= c <= "~" else f"\\U{ord(c):08x}" for c in text)
 
 
 def tell_differences(then: Recorded, now: Recorded, *, is_own: bool) -> None:
-    """Say which versions, which parts of the machine, and which values of the model's config are
-    others than the recorded run's. is_own: whether the layout is; the ranks of another have other
-    threads."""
+    """Print the versions, properties of the machine and config values that differ from the record.
+
+    is_own: whether the layout is that of the record; in another layout threads are not compared.
+    """
     if not is_own:
         now.machine.pop("threads", None)
     for what in ("versions", "machine", "config"):
@@ -333,26 +342,26 @@ def tell_differences(then: Recorded, now: Recorded, *, is_own: bool) -> None:
 
 
 def compared(then: list[Step], now: list[Step], tolerance: float) -> tuple[str, bool]:
-    """Say how far steps are from the recorded ones, or where they part; and whether they don't."""
+    """Return a line on the differences between two lists of steps, and whether they match."""
     if [step.step for step in now] != [step.step for step in then]:
         return f"{len(now)} steps instead of {len(then)}", False
     worst = {}
     for old, new in zip(then, now, strict=True):
         for what, name, times in (("loss", "loss", 1), ("grad_norm", "gradient norm", 10)):
-            ours, theirs = getattr(new, what), getattr(old, what)
-            difference = relative(ours, theirs)
+            value, recorded = getattr(new, what), getattr(old, what)
+            difference = relative(value, recorded)
             if not difference <= times * tolerance:
-                parts = f"{name} {ours} instead of {theirs} ({difference:.1e})"
-                return f"parts at step {old.step}: {parts}", False
+                found = f"{name} {value} instead of {recorded} ({difference:.1e})"
+                return f"differs at step {old.step}: {found}", False
             worst[name] = max(worst.get(name, (0.0, 0)), (difference, old.step))
     if not any(difference for difference, _ in worst.values()):
-        return f"{len(then)} steps are the same to the bit", True
-    told = [f"{name} {far:.1e} (step {step})" for name, (far, step) in worst.items()]
-    return f"{len(then)} steps are the same: {', '.join(told)} apart", True
+        return f"{len(then)} steps are bitwise identical", True
+    far = [f"{name} {value:.1e} (step {step})" for name, (value, step) in worst.items()]
+    return f"{len(then)} steps match, largest differences: {', '.join(far)}", True
 
 
-def relative(ours: float | None, theirs: float | None) -> float:
-    """Return how far a number is from the recorded one; None is of a skipped step."""
-    if ours is None or theirs is None:
-        return 0.0 if ours is theirs else math.inf
-    return abs(ours - theirs) / max(abs(theirs), 1e-30)
+def relative(value: float | None, recorded: float | None) -> float:
+    """Return the relative difference from a recorded value; None stands for a skipped step."""
+    if value is None or recorded is None:
+        return 0.0 if value is recorded else math.inf
+    return abs(value - recorded) / max(abs(recorded), 1e-30)

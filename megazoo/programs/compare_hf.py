@@ -1,13 +1,13 @@
-"""Compare a model's logits, loss and gradients with transformers', in any layout, on the CPU of
-this machine; where they part, name the first module that differs, and by how much.
+"""Compare the logits, loss and gradients of a model with transformers, in any parallel layout, on
+the CPU of this machine. If they differ, name the first module that differs, and by how much.
 
 $ megazoo check hf path/to/llama
 $ megazoo check hf path/to/llama --layouts tp2,tp2pp2+sp --prompt "def main("
 $ megazoo check hf runs/a --theirs merged --dtype bfloat16
 
-Both run the same ids: random ones, or those of a text. Prints for each layout the largest
-difference of a logit, over transformers' largest, that of the loss, and that of a parameter's
-gradient, over its norm. Exits 1 if a layout fails.
+Both models run the same token ids: random ones, or those of a text. For each layout it prints the
+largest difference of a logit (relative to the largest logit of transformers), of the loss, and of
+the gradient of a parameter (relative to its norm). Exits 1 if a layout fails.
 """
 
 from dataclasses import dataclass
@@ -34,24 +34,24 @@ from megazoo.testing.layouts import switches
 from megazoo.testing.reference import run_reference
 from megazoo.tokenizer import open_tokenizer
 
-# What rounding may do, over the largest value.
+# Differences that rounding can cause, relative to the largest value.
 TOLERANCES = {"float32": 1e-5, "bfloat16": 5e-2, "float16": 5e-3}
 
 
 @dataclass
 class Options(ImportOption):
-    """What is compared."""
+    """Comparison."""
 
     source: Source = None
-    """Hugging Face directory, or a checkpoint of any layout."""
+    """Hugging Face directory, or megazoo checkpoint."""
     theirs: File = None
-    """Hugging Face directory that transformers reads; the same by default."""
+    """Hugging Face directory for transformers; by default the source."""
     layouts: Annotated[
         str | None,
         tyro.conf.arg(
             metavar="NAMES",
-            help="Names with commas between: sizes, as in tp2cp2pp2dp2v2, then what is "
-            f"on: {switches()}.",
+            help="Layouts, separated by commas: sizes such as tp2cp2pp2dp2v2, then any of the "
+            f"switches {switches()}.",
             help_behavior_hint="(default: tp1)",
         ),
     ] = None
@@ -62,29 +62,31 @@ class Options(ImportOption):
     cp: Annotated[int | None, unset("INT", "1")] = None
     """Context-parallel size, for one layout without --layouts."""
     prompt: Text = None
-    """A row to run, instead of random ids."""
+    """Text to run as one row, instead of random ids."""
     text: File = None
-    """A text whose first tokens are run, in rows of seq-length, instead of random ids."""
+    """Text file whose first tokens are run, in rows of seq-length, instead of random ids."""
     tokenizer: Name = None
-    """Of the text: byte, or a directory or file; by default what is beside the model."""
+    """Tokenizer of the text: byte, or a directory or file; by default the tokenizer stored with the
+    model."""
     seq_length: Annotated[int | None, unset("INT", "the model's max-positions, 1024 at most")] = (
         None
     )
-    """Tokens of a row."""
+    """Tokens per row."""
     batch_size: int = 2
-    """Rows."""
+    """Number of rows."""
     padding: int = 0
-    """Tokens of padding on the left of every row but the first."""
+    """Number of padding tokens on the left of every row except the first."""
     seed: int = 0
-    """Of the random ids."""
+    """Random seed for the ids."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Type of weights and activations, of both."""
+    """Data type of weights and activations in both models."""
     gradients: bool = True
-    """Compare the gradients of the loss, too: as much memory again as the weights of both take."""
+    """Also compare the gradients of the loss. They need as much memory as the weights of both."""
     tolerance: Annotated[
         float | None, unset("FLOAT", "1e-5; in bfloat16 0.05, in float16 0.005")
     ] = None
-    """Largest difference that passes, over the largest value; of gradients, over their norm."""
+    """Largest difference that passes, relative to the largest value; for gradients, relative to
+    their norm."""
 
 
 def main(arguments: list[str]) -> None:
@@ -92,7 +94,7 @@ def main(arguments: list[str]) -> None:
     (path,) = required(options, "source")
     source = open_source(path)
     if source.config.num_labels:
-        raise UserError(f"{path} is a classifier: only language models are compared")
+        raise UserError(f"{path} is a classifier: only language models are supported")
     tolerance = TOLERANCES[options.dtype] if options.tolerance is None else options.tolerance
     check_number("tolerance", tolerance, 0)
     layouts = [Layout.named(name) for name in layouts_of(options).split(",")]
@@ -107,7 +109,7 @@ def main(arguments: list[str]) -> None:
     del theirs
     print(
         f"{parameter_count(source.config):,} parameters, {options.dtype}, "
-        f"{' x '.join(map(str, ids.shape))} tokens, against transformers' {reference.name}"
+        f"{' x '.join(map(str, ids.shape))} tokens, compared with {reference.name} of transformers"
     )
     print(f"{'layout':24}{'logits':>9}{'loss':>9}{'gradient':>10}", flush=True)
     agreements = compare_layouts(
@@ -127,7 +129,7 @@ def main(arguments: list[str]) -> None:
 
 
 def layouts_of(options: Options) -> str:
-    """Return the names of the layouts: of --layouts, or the one of --tp, --pp and --cp."""
+    """Return the names of the layouts: those of --layouts, or the one of --tp, --pp and --cp."""
     sizes = {"tp": options.tp, "cp": options.cp, "pp": options.pp}
     one = "".join(f"{name}{size}" for name, size in sizes.items() if size is not None)
     if one and options.layouts is not None:
@@ -136,11 +138,11 @@ def layouts_of(options: Options) -> str:
 
 
 def input_ids(source: ModelSource, options: Options) -> torch.Tensor:
-    """Return the ids that both run, int64 [rows, tokens]; UserError for those that can't be."""
+    """Return the token ids that both models run, int64 [rows, tokens]; UserError if invalid."""
     longest = source.model.longest_sequence(source.config)
     length = min(longest, 1024) if options.seq_length is None else options.seq_length
     if not 2 <= length <= longest:
-        raise UserError(f"seq-length {length} is not from 2 to the model's {longest}")
+        raise UserError(f"seq-length {length} must be from 2 to {longest}, the model's maximum")
     check_number("batch-size", options.batch_size, 1)
     if options.prompt is not None and options.text:
         raise UserError("--prompt and --text exclude each other")
@@ -151,12 +153,12 @@ def input_ids(source: ModelSource, options: Options) -> torch.Tensor:
     where = options.tokenizer or source.tokenizer
     if where is None:
         raise UserError(
-            f"{source.path} has no tokenizer: give --tokenizer byte, or a directory or file"
+            f"{source.path} has no tokenizer: use --tokenizer byte, or a directory or file"
         )
     text = read_text(options.text) if options.text else options.prompt or ""
     ids = torch.tensor(open_tokenizer(find_tokenizer(where)).encode(text))
     if len(ids) < 2:
-        raise UserError("the text has less than two tokens: nothing is predicted")
+        raise UserError("the text has fewer than two tokens: use a longer one")
     length = min(length, len(ids))
     vocabulary = source.config.vocab_size
     check_range("token", ids, vocabulary, f"the vocabulary of {vocabulary}")
@@ -165,7 +167,7 @@ def input_ids(source: ModelSource, options: Options) -> torch.Tensor:
 
 
 def read_text(file: Path) -> bytes:
-    """Return what is in a text; UserError if it can't be read."""
+    """Return the bytes of a text file; UserError if it can't be read."""
     try:
         return without_mark(regular_file(file).read_bytes())
     except OSError as error:
@@ -173,7 +175,8 @@ def read_text(file: Path) -> bytes:
 
 
 def padded(ids: torch.Tensor, padding: int) -> torch.Tensor | None:
-    """Return the mask of so much padding on the left of every row but the first; None for none."""
+    """Return the attention mask for `padding` tokens on the left of every row except the first;
+    None without padding."""
     check_number("padding", padding, 0, ids.shape[1] - 1, whole=True)
     if not padding:
         return None
@@ -183,10 +186,10 @@ def padded(ids: torch.Tensor, padding: int) -> torch.Tensor | None:
 
 
 def load_theirs(path: Path, dtype: torch.dtype) -> torch.nn.Module:
-    """Load a Hugging Face directory by transformers; UserError if it can't be."""
+    """Load a Hugging Face directory with transformers; UserError if that fails."""
     if not (path / CONFIG).is_file():
         raise UserError(
-            f"{path} has no {CONFIG}: name a Hugging Face directory of the model by --theirs "
+            f"{path} has no {CONFIG}: name a Hugging Face directory of the model with --theirs "
             "(`megazoo convert --to hf` writes one)"
         )
     try:
@@ -202,15 +205,17 @@ def load_theirs(path: Path, dtype: torch.dtype) -> torch.nn.Module:
         model, loaded = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, local_files_only=True, output_loading_info=True
         )
-    except Exception as error:  # of many kinds, from whatever is wrong with the files
+    except Exception as error:  # depends on the error in the files
         raise UserError(f"transformers can't load {path}: {error}") from error
     if missing := sorted(loaded["missing_keys"]):
-        raise UserError(f"transformers finds no {missing[0]} in {path}: it would be random")
+        raise UserError(
+            f"transformers finds no {missing[0]} in {path}, and would initialize it randomly"
+        )
     return model.eval()
 
 
 def line_of(layout: Layout, agreement: Agreement) -> str:
-    """Return what was found of a layout as a line of the table; - is what was not compared."""
+    """Return the result of a layout as a line of the table; - for values not compared."""
     numbers = f"{agreement.logits:9.1e}{agreement.loss:9.1e}{agreement.gradient:10.1e}"
     numbers = numbers.replace("nan", "  -")
     outcome = "pass" if agreement.passed else f"FAIL  {agreement.cause}"

@@ -1,4 +1,4 @@
-"""Print the script that completes the commands and options of megazoo in a shell.
+"""Print a shell script that completes the commands and options of megazoo.
 
 $ megazoo completion bash >> ~/.bashrc
 $ megazoo completion zsh >> ~/.zshrc
@@ -18,7 +18,7 @@ from megazoo.errors import UserError
 from megazoo.models.registry import FAMILIES, presets
 
 SHELLS = ("bash", "zsh", "fish")
-# The words of a command, and then those that may follow an option; otherwise files.
+# Completes the words of a command, then the values of an option; otherwise file names.
 BASH = """\
 _megazoo() {{
     local current="${{COMP_WORDS[COMP_CWORD]}}" words=""
@@ -32,10 +32,10 @@ complete -o default -F _megazoo megazoo"""
 
 @dataclass
 class Options:
-    """Which shell."""
+    """Shell."""
 
     shell: Positional[Annotated[str | None, unset("{bash,zsh,fish}")]] = None
-    """The shell that reads the script."""
+    """Shell of the completion script."""
 
 
 def main(arguments: list[str]) -> None:
@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> None:
 
 
 def flags_of(module: str) -> dict[str, list[str]]:
-    """Return the flags of a command, each with the values that it may have, if those are few."""
+    """Return the flags of a command with their valid values; [] if any value is valid."""
     kinds = kinds_of(getattr(import_module(module), "Options", TrainingOptions))
     names = {"model": sorted(FAMILIES), "preset": sorted(presets().keys() - FAMILIES.keys())}
     positional = Positional
@@ -89,7 +89,7 @@ def fish() -> str:
 
 
 def groups() -> list[str]:
-    """Return the words that several commands begin with."""
+    """Return the first words of the commands that have two."""
     return list(dict.fromkeys(c.name.split()[0] for c in COMMANDS if " " in c.name))
 
 

@@ -1,5 +1,5 @@
 """Convert a model from any format to shards for tensor and pipeline parallelism, to a Hugging Face
-directory, or to a GGUF file, a tensor at a time.
+directory, or to a GGUF file, one tensor at a time.
 
 $ megazoo convert path/to/llama shards --tp 2 --pp 4 --dtype bfloat16
 $ megazoo convert EleutherAI/pythia-160m shards
@@ -11,11 +11,11 @@ $ megazoo convert path/to/llama model.gguf --to gguf --quantize q8_0
 $ megazoo convert path/to/megatron-checkpoints shards --vocab-size 50257
 
 SOURCE is a Hugging Face directory, org/name[@revision] on the Hugging Face hub, a megazoo
-checkpoint of any layout (shards include the state of its optimizer), a Megatron-LM checkpoint
-(torch_dist or torch; without its optimizer state), or a GGUF file (quantised weights become fp32).
-Training and loading convert a layout themselves; shards for the layout load faster.
---adapter adds a LoRA adapter to the weights, in fp32, rounded once. A checkpoint of adapters is
-merged into the base that it names, with --to hf and --to gguf.
+checkpoint (shards include its optimizer state), a Megatron-LM checkpoint (torch_dist or torch;
+without its optimizer state), or a GGUF file (quantized weights become fp32). Checkpoints also load
+in other parallel layouts, but shards that match the layout load faster. --adapter merges a LoRA
+adapter into the weights, in fp32, rounded once. With --to hf and --to gguf, a checkpoint of
+adapters is merged into the base that it names.
 """
 
 from dataclasses import dataclass
@@ -41,21 +41,22 @@ from megazoo.terminal import byte_bar, note_rank_0
 
 @dataclass
 class Options(ConversionOptions):
-    """What to convert, and to what."""
+    """Conversion."""
 
     to: Literal["shards", "hf", "gguf"] = "shards"
-    """shards: a megazoo checkpoint, a file per (tp, pp) rank. hf: a Hugging Face directory. gguf: a
-    GGUF file, which llama.cpp reads."""
+    """Output format. shards: a megazoo checkpoint with one file per (tp, pp) rank. hf: a Hugging
+    Face directory. gguf: a GGUF file for llama.cpp."""
     tp: Annotated[int | None, unset("INT", "1")] = None
-    """Tensor-parallel size of the shards. They load in any other layout too."""
+    """Tensor-parallel size of the shards. They also load in any other layout."""
     pp: Annotated[int | None, unset("INT", "1")] = None
     """Pipeline-parallel size of the shards."""
     adapter: File = None
     """LoRA adapter to merge into the weights: a PEFT directory, or the checkpoint of a LoRA run."""
     max_shard_size: Annotated[str | None, unset("SIZE", "5GB")] = None
-    """Size of the largest file of a Hugging Face directory: bytes, or with a unit (MB, GiB)."""
+    """Maximum file size in a Hugging Face directory: in bytes, or with a unit (MB, GiB)."""
     quantize: Annotated[Literal["q8_0"] | None, unset("TYPE", "none")] = None
-    """Quantization of the matrices of a GGUF file: 8 bits per weight, a scale per 32 of them."""
+    """Quantization of the matrices of a GGUF file. q8_0: 8 bits per weight, one scale per 32
+    weights."""
     iteration: Annotated[int | None, unset("INT", "the last")] = None
     """Iteration to read from a Megatron-LM directory."""
     vocab_size: Annotated[
@@ -79,18 +80,18 @@ def main(arguments: list[str]) -> None:
 
 
 def check_target(options: Options) -> None:
-    """Raise UserError for flags that the other format has."""
+    """Raise UserError for flags that belong to another output format."""
     belongs = {"tp": "shards", "pp": "shards", "max_shard_size": "hf", "quantize": "gguf"}
     for name, target in belongs.items():
         if getattr(options, name) is not None and target != options.to:
             flag = name.replace("_", "-")
             raise UserError(f"--{flag} belongs to --to {target}: omit it with --to {options.to}")
     if options.quantize and options.dtype:
-        raise UserError("--quantize and --dtype both say how matrices are stored: give one")
+        raise UserError("--quantize and --dtype both set the format of matrices: use only one")
 
 
 def open_from(path: Path, options: Options) -> ModelSource:
-    """Open what is converted, and note in the options the adapters that belong to it."""
+    """Open the source, and set options.adapter if the source is a checkpoint of adapters."""
     if is_megatron(path):
         return MegatronCheckpoint(path, iteration=options.iteration, vocab_size=options.vocab_size)
     for name in ("iteration", "vocab_size"):
@@ -128,7 +129,7 @@ def to_hf(source: ModelSource, output: Path, options: Options) -> str:
     limit = parse_size(options.max_shard_size or "5GB")
     with byte_bar(source.weight_bytes(options.torch_dtype), "convert") as bar:
         write_hugging_face(source, output, **common, max_shard_size=limit, progress=bar.update)
-    loads = ""  # transformers knows our families, not those of users
+    loads = ""  # transformers has the families of megazoo, but no custom ones
     if source.model.__module__.startswith("megazoo."):
         theirs = "SequenceClassification" if source.config.num_labels else "CausalLM"
         loads = f": transformers' AutoModelFor{theirs}.from_pretrained({str(output)!r}) loads it"

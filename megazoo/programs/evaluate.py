@@ -1,5 +1,5 @@
-"""Score texts or choices, classify texts, or answer the tasks of lm-evaluation-harness, in any
-layout, with a checkpoint of any layout or a Hugging Face directory.
+"""Score texts or choices, classify texts, or run tasks of lm-evaluation-harness, with a megazoo
+checkpoint or a Hugging Face model, in any parallel layout.
 
 $ megazoo evaluate runs/a --text book.txt
 $ torchrun --nproc-per-node 4 -m megazoo evaluate path/to/llama --tp 2 --pp 2 \\
@@ -8,12 +8,13 @@ $ megazoo evaluate path/to/llama --choices questions.jsonl --output scores.jsonl
 $ megazoo evaluate runs/classifier --labels reviews.jsonl --output predictions.jsonl
 $ torchrun --nproc-per-node 2 -m megazoo evaluate path/to/llama --tp 2 --tasks arc_easy,my_task.yaml
 
---text prints the loss in nats a token, the perplexity, and bits a byte. --choices takes lines of
-{"context": "...", "choices": ["...", ...]} and gives each choice's log-likelihood, in nats, after
-its context; with "answer", the index of the right one, also how often the likeliest choice is
-right. --labels takes lines of {"text": "..."}, maybe with "text_pair", and gives a classifier's
-prediction for each; with "label" also the loss, the accuracy and, for two labels, the F1 of 1.
---tasks prints the harness's table (pip install 'megazoo[eval]').
+--text prints the loss in nats per token, the perplexity, and bits per byte. --choices reads lines
+of {"context": "...", "choices": ["...", ...]} and prints the log-likelihood of each choice after
+its context, in nats. If lines have "answer" (the index of the correct choice), it also prints how
+often the most likely choice is correct. --labels reads lines of {"text": "..."}, optionally with
+"text_pair", and predicts the label of each with a classifier. If lines have "label", it also
+prints the loss, the accuracy and, for two labels, the F1 score of label 1. --tasks prints the
+table of the harness (pip install 'megazoo[eval]').
 """
 
 import json
@@ -42,36 +43,37 @@ from megazoo.terminal import byte_bar, count_bar, print_rank_0
 
 @dataclass
 class Options(InferenceOptions):
-    """What to score."""
+    """Texts, choices, labels or tasks to score."""
 
     text: File = None
-    """A text, or a JSONL file (by its name) of documents."""
+    """File to score: one text, or documents if its name ends in .jsonl."""
     json_key: str = "text"
-    """Where a line of the JSONL file has its text."""
+    """Key of the text in each line of the JSONL file."""
     choices: File = None
     """JSONL file of contexts with choices."""
     labels: File = None
     """JSONL file of texts for a classifier, with or without labels."""
     tasks: Name = None
-    """Tasks of lm-evaluation-harness, with commas between them: names, which the harness downloads;
-    YAML files; directories of them."""
+    """Tasks of lm-evaluation-harness, separated by commas: names (the harness downloads their
+    data), YAML files, or directories of YAML files."""
     num_fewshot: Annotated[int | None, unset("INT", "the task's")] = None
-    """Solved examples before each question of the tasks."""
+    """Number of solved examples before each question of a task."""
     limit: Annotated[float | None, unset("NUMBER", "all")] = None
-    """How many documents of each task are taken; below 1, which share of them."""
+    """Number of documents per task; below 1, a fraction of them."""
     apply_chat_template: bool = False
-    """Ask the tasks' questions as turns of a conversation, by the tokenizer's chat template."""
+    """Format the questions of tasks as conversations, with the chat template of the tokenizer."""
     seq_length: Annotated[
-        int | None, unset("INT", "max-positions of the model; 2048 at most, but for tasks")
+        int | None,
+        unset("INT", "max-positions of the model; at most 2048, except for tasks"),
     ] = None
-    """Tokens that are read at once; those that a classifier reads of a row."""
+    """Context length in tokens. For a classifier: maximum number of tokens per row."""
     stride: int = 0
-    """Tokens between the beginnings of two windows of a longer text; 0: seq-length, without
+    """Tokens between the starts of consecutive windows of a long text. 0: seq-length, without
     overlap."""
     batch_size: int = 8
-    """Windows, choices, rows or requests of tasks that are answered together."""
+    """Number of windows, choices, rows or requests of tasks per batch."""
     output: File = None
-    """JSON file for the result; of choices and of a classifier's rows, JSONL with a line for each.
+    """Output file. JSON for texts and tasks; JSONL with one line per item for choices and labels.
     """
 
 
@@ -79,7 +81,7 @@ def main(arguments: list[str]) -> None:
     options = parse_flags(Options, arguments, __doc__)
     kinds = (options.text, options.choices, options.labels, options.tasks)
     if sum(kind is not None for kind in kinds) != 1:
-        raise UserError("give --text or --choices or --labels, one of them, or --tasks")
+        raise UserError("use exactly one of --text, --choices, --labels and --tasks")
     check_task_flags(options)
     if options.batch_size < 1:
         raise UserError(f"batch-size {options.batch_size} must be at least 1")
@@ -89,14 +91,14 @@ def main(arguments: list[str]) -> None:
         raise UserError(f"--output: {options.output} is a directory: name a file")
     inputs = (options.text, options.choices, options.labels)
     if options.output and options.output.resolve() in [file.resolve() for file in inputs if file]:
-        raise UserError(f"--output: {options.output} is what is read: name another file")
+        raise UserError(f"--output: {options.output} is the input file: name another file")
     alone = options.one_rank
     requests = read_choices(options.choices, alone) if options.choices else None
     documents = read_texts(options.text, options.json_key, alone) if options.text else None
     rows = list(_json_lines(options.labels, alone)) if options.labels else None
     tasks = None
     if options.tasks is not None:
-        from megazoo.evaluation.tasks import find_tasks  # it needs an extra, and seconds
+        from megazoo.evaluation.tasks import find_tasks  # slow, and needs an optional package
 
         tasks = find_tasks(options.tasks)
     model, tokenizer = load_for_inference(options)
@@ -115,7 +117,7 @@ def main(arguments: list[str]) -> None:
 
 
 def scored_texts(model, tokenizer, documents: list[bytes], options: Options) -> dict:
-    """Score documents, say how, and return it as a line of the output."""
+    """Score documents, print the scores, and return them as a line of the output."""
     length = length_of(model, options)
     with byte_bar(sum(map(len, documents)), "score") as bar:
         result = evaluate_texts(
@@ -136,9 +138,9 @@ def scored_texts(model, tokenizer, documents: list[bytes], options: Options) -> 
         f"read in         windows of {length:,} tokens, {apart:,} apart; each text follows the "
         f"token {first}{f', {name}' if name else ''}"
     )
-    print_rank_0(f"loss            {result.loss:.6f} nats a token")
+    print_rank_0(f"loss            {result.loss:.6f} nats per token")
     print_rank_0(f"perplexity      {result.perplexity:.4f}")
-    print_rank_0(f"bits a byte     {result.bits_per_byte:.6f}")
+    print_rank_0(f"bits per byte   {result.bits_per_byte:.6f}")
     return {
         **vars(result),
         "loss": result.loss,
@@ -148,21 +150,25 @@ def scored_texts(model, tokenizer, documents: list[bytes], options: Options) -> 
 
 
 def check_task_flags(options: Options) -> None:
-    """Refuse flags of --tasks that stand without it, and values out of range."""
+    """Raise UserError for flags that need --tasks, and for values out of range."""
     for name in ("num_fewshot", "limit", "apply_chat_template"):
         value = getattr(options, name)
         if options.tasks is None and value is not None and value is not False:
             raise UserError(f"{flag_of(name)} needs --tasks")
     limit = options.limit
     if limit is not None and not (0 < limit < 1 or (limit >= 1 and limit.is_integer())):
-        raise UserError(f"limit {limit:g} is neither a number of documents nor a share below 1")
+        raise UserError(
+            f"limit {limit:g} must be a number of documents, or a fraction above 0 and below 1"
+        )
     if options.num_fewshot is not None and options.num_fewshot < 0:
         raise UserError(f"num-fewshot {options.num_fewshot} must be 0 or more")
 
 
 def answered_tasks(model, tokenizer, tasks, options: Options) -> dict | None:
-    """Answer tasks, print the harness's table, and return its results as a line of the output; on
-    ranks that are not the first of their machine None. tasks: as `find_tasks` gives them."""
+    """Run tasks, print the table of the harness, and return the results as a line of the output.
+
+    tasks: result of `find_tasks`. Returns None except on the first rank of each machine.
+    """
     from lm_eval.utils import handle_non_serializable, make_table
 
     from megazoo.evaluation.tasks import run_tasks
@@ -186,18 +192,19 @@ def answered_tasks(model, tokenizer, tasks, options: Options) -> dict | None:
 
 
 def length_of(model, options: Options) -> int:
-    """Return how many tokens are read at once."""
+    """Return the context length in tokens."""
     longest = model.longest_sequence(model.config)
     length = min(longest, 2048) if options.seq_length is None else options.seq_length
     if not 1 <= length <= longest:
-        raise UserError(f"seq-length {length} is not from 1 to the model's {longest}")
+        raise UserError(f"seq-length {length} must be from 1 to {longest}, the model's maximum")
     return length
 
 
 def scored_choices(model, tokenizer, requests: list[dict], batch: int) -> list[dict]:
-    """Score the choices of requests, say their log-likelihoods, and how many are right.
+    """Score the choices of requests; print their log-likelihoods and the number of correct answers.
 
-    Returns the requests with log_likelihoods, tokens and greedy, each of every choice.
+    Returns the requests, with lists log_likelihoods, tokens and greedy that have one value per
+    choice.
     """
     pairs = [(request["context"], choice) for request in requests for choice in request["choices"]]
     with count_bar(len(pairs), "score", "choices") as bar:
@@ -217,15 +224,20 @@ def scored_choices(model, tokenizer, requests: list[dict], batch: int) -> list[d
 
 
 def classified(model, tokenizer, numbered: list[tuple[int, dict]], options: Options) -> list[dict]:
-    """Classify the rows of a file, say the loss and how many are right, and return the rows with a
-    prediction and the scores.
+    """Classify the rows of a file; print the loss and the measures, and return the rows with
+    prediction and scores.
 
-    numbered: the rows, with their line numbers. UserError for a model that is no classifier, and
-    for a line without a text, or with a label that is not one of its labels.
+    numbered: the rows, with their line numbers.
+
+    Raises:
+        UserError: The model is not a classifier, or a line has no text or an invalid label.
     """
     config = model.config
     if not config.num_labels:
-        raise UserError(f"{options.source} is no classifier: --num-labels trains one")
+        raise UserError(
+            f"--labels: {options.source} is not a classifier (`megazoo pretrain --num-labels` "
+            "trains one)"
+        )
     told = [value["label"] for _, value in numbered if "label" in value]
     labels = labels_of(config.num_labels, config.problem_type, told[0] if told else None)
     rows, known = rows_of(tokenizer, numbered, labels, length_of(model, options), options.labels)
@@ -253,8 +265,10 @@ def classified(model, tokenizer, numbered: list[tuple[int, dict]], options: Opti
 def rows_of(
     tokenizer, numbered: list[tuple[int, dict]], labels: Labels, length: int, file: Path | None
 ) -> tuple[list[torch.Tensor], dict[int, list[float]]]:
-    """Return the ids of each row, cut to so many, and by its place the label of each that has
-    one. UserError names the line of the file that can't be."""
+    """Return the token ids of each row, truncated to `length`, and the labels by row number.
+
+    Raises UserError with the line of the file that is invalid.
+    """
     rows, known = [], {}
     for number, value in numbered:
         try:
@@ -269,9 +283,9 @@ def rows_of(
 
 
 def tell_how_right(logits: torch.Tensor, numbers: list[list[float]], labels: Labels) -> None:
-    """Say the loss of rows with labels, and what a classifier of these labels is told of.
+    """Print the loss of rows with labels, and the measures of their kind of labels.
 
-    numbers: of the label of each row.
+    numbers: the label of each row, as numbers.
     """
     typed = torch.from_numpy(np.stack([labels.typed(np.array(label)) for label in numbers]))
     print_rank_0(
@@ -283,20 +297,19 @@ def tell_how_right(logits: torch.Tensor, numbers: list[list[float]], labels: Lab
 
 
 def read_texts(file: Path, key: str, alone: bool = False) -> list[bytes]:
-    """Read the documents of a file, in UTF-8. alone: no other rank does; the file may be a pipe."""
+    """Read the documents of a file, in UTF-8. alone: only this rank reads it; it may be a pipe."""
     if file.suffix != ".jsonl":
         return [_read(file, alone)]
     texts = []
     for number, value in _json_lines(file, alone):
         if not isinstance(value.get(key), str):
-            raise UserError(f"{file}, line {number} has no text {key!r}")
+            raise UserError(f"{file}, line {number} has no text with the key {key!r}")
         texts.append(value[key].encode(errors="surrogatepass"))
     return texts
 
 
 def read_choices(file: Path, alone: bool = False) -> list[dict]:
-    """Read the requests of a JSONL file; UserError for a line that is none. alone: see
-    `read_texts`."""
+    """Read the requests of a JSONL file; UserError for an invalid line. alone: see `read_texts`."""
     requests = []
     for number, value in _json_lines(file, alone):
         choices = value.get("choices")

@@ -1,13 +1,13 @@
-"""Generate text with a model of any layout, or of Hugging Face's, in any layout.
+"""Generate text with a megazoo checkpoint or a Hugging Face model, in any parallel layout.
 
 $ megazoo generate runs/a --prompt "def main(" --max-new-tokens 100
 $ torchrun --nproc-per-node 4 -m megazoo generate path/to/llama --tp 2 --pp 2 \\
       --prompts questions.txt --num-beams 3
 
-Without --prompt, --prompts and --messages it reads prompts from stdin, one a line. A single answer
-appears as it comes, unless it is searched with beams. Only answers go to stdout, each after its
-prompt; the messages of --messages are not printed. Notes go to stderr. Without --temperature,
---top-k and --top-p the likeliest token is taken; with one of them, tokens are drawn.
+Without --prompt, --prompts and --messages, prompts are read from stdin, one per line. A single
+answer is printed token by token, except with beam search. Only prompts and answers go to stdout;
+the messages of --messages are not printed. Notes go to stderr. Decoding is greedy by default; with
+--temperature, --top-k or --top-p, tokens are sampled.
 """
 
 import sys
@@ -27,7 +27,7 @@ from megazoo.errors import UserError
 from megazoo.parallel.collectives import all_gather_objects
 from megazoo.terminal import count_bar, note_rank_0, print_rank_0
 
-# Arguments of `Model.generate` that are flags of the same names.
+# Arguments of `Model.generate` that have flags with the same names.
 SAME_NAMES = (
     "min_new_tokens",
     "num_beams",
@@ -40,37 +40,40 @@ SAME_NAMES = (
 
 @dataclass
 class Options(SamplingOptions):
-    """What to generate, and how."""
+    """Prompts and decoding."""
 
     prompt: Text = None
-    """What to go on from."""
+    """Prompt text."""
     prompts: File = None
-    """File of prompts: one a line, or JSONL with prompt in each line."""
+    """File of prompts: one per line, or JSONL with prompt in each line."""
     messages: File = None
-    """JSONL file of conversations, messages in each line, as the model's chat template shows them;
-    the model answers the last message."""
+    """JSONL file of conversations, with messages in each line. The chat template of the model
+    formats them, and the model answers the last message."""
     output: File = None
-    """JSONL file to write: the lines of the input with answer, or answers, in each, instead of
-    printing."""
+    """JSONL file to write: the lines of the input, each with answer or answers. Nothing is printed.
+    """
     batch_size: int = 8
-    """Prompts of a file that are answered together."""
+    """Number of prompts of a file per batch."""
     min_new_tokens: int = 0
-    """Tokens of an answer at least."""
+    """Minimum number of new tokens."""
     num_beams: int = 1
-    """Above 1: search with so many beams."""
+    """Number of beams; above 1: beam search."""
     num_return_sequences: int = 1
-    """Answers to each prompt: drawn, or the best of num-beams."""
+    """Number of answers per prompt: samples, or the best beams."""
     length_penalty: float = 1.0
-    """Of beams: above 0 prefers longer answers."""
+    """Length penalty of beam search; above 0 prefers longer answers."""
     early_stopping: bool = False
-    """Of beams: end with the first num-beams answers."""
+    """Stop beam search when num-beams answers are complete."""
     no_repeat_ngram_size: int = 0
-    """Above 0: never repeat so many tokens in a row, the prompt's included."""
+    """Length of token sequences that may not be repeated, including those in the prompt. 0: no
+    limit."""
 
 
 class Printer:
-    """Prints a prompt, and then the text of its answer as the tokens come, up to one of those that
-    end it. Nothing is printed before the first token, so that a refused prompt prints nothing."""
+    """Prints a prompt and then its answer token by token, up to a token that ends it.
+
+    Nothing is printed before the first token, so that an invalid prompt prints nothing.
+    """
 
     def __init__(self, tokenizer, prompt: str, ids: list[int], ends: set[int]):
         self.stream, self.ends, self.over = tokenizer.stream(), ends, False
@@ -95,9 +98,11 @@ class Printer:
 
 
 class Session:
-    """Answers prompts, and counts tokens and seconds. settings: arguments of `Model.generate`.
-    output: where answers go instead of being printed. plain: whether prompts are texts, around
-    which the tokenizer puts its special tokens."""
+    """Answers prompts, and counts tokens and seconds.
+
+    settings: arguments of `Model.generate`. output: writer of answers; None prints them. plain:
+    whether prompts are plain texts, to which the tokenizer adds its special tokens.
+    """
 
     def __init__(self, model, tokenizer, settings: dict, output=None, plain: bool = True):
         self.model, self.tokenizer, self.settings = model, tokenizer, settings
@@ -106,14 +111,14 @@ class Session:
         self.tokens, self.seconds = 0, 0.0
 
     def answer(self, prompts: list[Prompt]) -> None:
-        """Print each prompt with what comes after it, as many times as there are answers; or write
-        the answers."""
+        """Print each prompt with each of its answers, or write the answers to the output."""
         ids, mask = self.tokenizer.encode_batch(
             [prompt.text for prompt in prompts], padding_side="left", add_special_tokens=self.plain
         )
         if not ids.numel() or not mask.any(dim=1).all():
             raise UserError(
-                "the prompt is empty, and this tokenizer begins no text: give some text"
+                "the prompt is empty, and this tokenizer has no token that begins a text: use a "
+                "prompt with some text"
             )
         streamer, count = None, self.settings["num_return_sequences"]
         if len(prompts) == count == self.settings["num_beams"] == 1 and not self.output:
@@ -165,8 +170,7 @@ def main(arguments: list[str]) -> None:
 
 
 def read_questions(options: Options) -> tuple[list[Prompt] | None, list[dict] | None]:
-    """Return the prompts, or the lines with messages, that the flags name; neither if they come
-    from stdin."""
+    """Return the prompts, or the lines with messages, of the flags; (None, None) for stdin."""
     given = [
         name for name in ("prompt", "prompts", "messages") if getattr(options, name) is not None
     ]
@@ -184,23 +188,23 @@ def read_questions(options: Options) -> tuple[list[Prompt] | None, list[dict] | 
 
 
 def settings_of(options: Options, model, tokenizer) -> dict:
-    """Return the arguments of `Model.generate`: the flags of the same names, and what ends an
-    answer."""
+    """Return the arguments of `Model.generate`: the flags of the same names, the sampling settings,
+    and the tokens and texts that end an answer."""
     settings = sampling_settings(options, model, tokenizer)
     settings |= {name: getattr(options, name) for name in SAME_NAMES}
     several = options.num_return_sequences > 1 and options.num_beams == 1
     if several and "do_sample" not in settings:
         raise UserError(
             f"num-return-sequences {options.num_return_sequences} needs --temperature, --top-k or "
-            "--top-p, or --num-beams of at least as many"
+            f"--top-p, or --num-beams {options.num_return_sequences} or more"
         )
     return settings
 
 
 def converse(session: Session) -> None:
-    """Answer what is typed, a line at a time; say why of a prompt that can't be answered."""
+    """Answer prompts from stdin, one per line. If a prompt is invalid, print why."""
     ctx, seed = session.model.ctx, session.settings["seed"]
-    # the other ranks wait for what is typed
+    # the other ranks wait for input
     patient = ctx.new_cpu_group(timeout=timedelta(days=30))
     while True:
         line = None
@@ -216,7 +220,7 @@ def converse(session: Session) -> None:
                 text = line.rstrip("\n")
                 session.answer([Prompt(text, {"prompt": text})])
             except UserError as error:
-                if error.exit_code == 1:  # of the output, not of the prompt
+                if error.exit_code == 1:  # an error of the output, not of the prompt
                     raise
                 note_rank_0(f"({error})")
             seed += 1

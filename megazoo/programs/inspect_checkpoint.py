@@ -1,5 +1,5 @@
-"""Tell what a checkpoint, or a Hugging Face directory, holds; with --verify, read and check every
-byte.
+"""Show the contents of a checkpoint or a Hugging Face directory; with --verify, read and check all
+files.
 
 $ megazoo inspect runs/a --verify
 """
@@ -20,12 +20,12 @@ from megazoo.terminal import byte_bar
 
 @dataclass
 class Options(ImportOption):
-    """What a checkpoint holds."""
+    """Checkpoint to inspect."""
 
     source: Source = None
-    """Checkpoint of any layout, Hugging Face directory, or org/name on the Hugging Face hub."""
+    """Checkpoint, Hugging Face directory, or org/name on the Hugging Face hub."""
     verify: bool = False
-    """Read every file and check its size and, of ours, its checksum."""
+    """Read every file and check its size and, for megazoo checkpoints, its checksum."""
 
 
 def main(arguments: list[str]) -> None:
@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> None:
     if isinstance(source, SavedAdapters):
         base = source.manifest["base"]
         print(f"  adapters    of {describe(source.settings)}: {count:,} parameters")
-        path = base["path"] or "read from no directory"
+        path = base["path"] or "not read from a directory"
         print(f"  base        {path}, checksum {base['checksum']} in {base['dtype']}")
     print(f"  model       {family_of(source.config)}, {whole:,} parameters")
     print(f"  config      {', '.join(f'{name} {value}' for name, value in settings)}")
@@ -50,8 +50,8 @@ def main(arguments: list[str]) -> None:
         folded = sizes.pop("folded", {})
         layout = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
         layout += "".join(f", {axis} {size} folded into dp" for axis, size in folded.items())
-        print(f"  layout      {layout}; loads in any")
-        print(f"  optimizer   {'its state is here' if source.has_states else 'none'}")
+        print(f"  layout      {layout}; loads in any layout")
+        print(f"  optimizer   {'state included' if source.has_states else 'none'}")
         kept = [f"{key} {value}" for key, value in source.trainer.items() if key != "settings"]
         print(f"  trainer     {', '.join(kept) or 'nothing'}")
     sizes = source.file_sizes()
@@ -60,5 +60,5 @@ def main(arguments: list[str]) -> None:
     if options.verify:
         with byte_bar(sum(sizes.values()), "verify") as bar:
             source.verify(bar.update)
-        no_sums = "every file can be read; there are no checksums to compare"
-        print("every byte is as it was written" if isinstance(source, Checkpoint) else no_sums)
+        no_sums = "all files are readable; they have no checksums to verify"
+        print("all files match their checksums" if isinstance(source, Checkpoint) else no_sums)

@@ -1,4 +1,4 @@
-"""List the families and presets: sizes, and the names of their weights on the Hugging Face hub.
+"""List model families and presets: sizes, and names of the weights on the Hugging Face hub.
 
 $ megazoo models
 $ megazoo models llama
@@ -35,12 +35,12 @@ COLUMNS = [
 
 @dataclass
 class Options(ImportOption):
-    """What to list."""
+    """Families and presets."""
 
     name: Positional[Annotated[str | None, unset("NAME", "all")]] = None
-    """A family or a preset."""
+    """Family or preset to list."""
     json: File = None
-    """File for the same as JSON; - is stdout, without the table."""
+    """JSON file to write the list to. -: write JSON to stdout instead of the table."""
 
 
 def main(arguments: list[str]) -> None:
@@ -58,12 +58,13 @@ def main(arguments: list[str]) -> None:
 
 
 def found(name: str | None) -> list[dict]:
-    """Return what is known of each preset, or of those that a name means; UserError if none."""
+    """Return a row for each preset, or for those of a name. UserError if the name is unknown."""
     rows = [
         row_of(family, preset)
         for family, model in FAMILIES.items()
         for preset in model.presets
-        if preset != family and name in (None, family, preset)  # a family's name means its tiny one
+        if preset != family
+        and name in (None, family, preset)  # the name of a family is an alias of its tiny preset
     ]
     if name is not None and not rows:
         known = {*FAMILIES, *(preset for model in FAMILIES.values() for preset in model.presets)}
@@ -72,7 +73,7 @@ def found(name: str | None) -> list[dict]:
 
 
 def row_of(family: str, preset: str) -> dict:
-    """Return what is known of a preset."""
+    """Return the sizes, the hub name and the pretraining settings of a preset."""
     config = FAMILIES[family].presets[preset]
     published = PUBLISHED.get(preset, Published(None))
     return {
@@ -87,7 +88,7 @@ def row_of(family: str, preset: str) -> dict:
 
 
 def lines_of(rows: list[dict]) -> list[str]:
-    """Write a table for each family."""
+    """Return the lines of a table for each family."""
     lines = []
     for family in dict.fromkeys(row["family"] for row in rows):
         cells = [[*COLUMNS, "Hugging Face"]]
@@ -100,15 +101,19 @@ def lines_of(rows: list[dict]) -> list[str]:
                 cells.append(
                     [row["preset"], f"{row['parameters']:,}", *map(str, sizes), row["hub"] or ""]
                 )
-        lines += [f"{family} (--model {family} is {family}-tiny)", *table(cells, left=(0, -1)), ""]
+        lines += [
+            f"{family} (--model {family} selects {family}-tiny)",
+            *table(cells, left=(0, -1)),
+            "",
+        ]
     return [
         *lines,
-        "--load NAME downloads and loads the weights of a name on the Hugging Face hub.",
+        "--load NAME downloads and loads weights from the Hugging Face hub.",
     ]
 
 
 def details(row: dict) -> list[str]:
-    """Write all that is known of a preset."""
+    """Return the lines that describe a preset in full."""
     lines = [f"{row['preset']}: {row['family']}, {row['parameters']:,} parameters"]
     lines += [f"  {name:22} {value}" for name, value in row["config"].items()]
     rate = f"learning rate {row['lr']:g}" if row["lr"] else "learning rate not recorded"

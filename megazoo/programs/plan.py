@@ -1,17 +1,19 @@
-"""Tell what each rank of a run needs, before there is one: memory, FLOPs, traffic, and the
-pipeline's bubble.
+"""Estimate what a run needs on each rank, without starting it: memory, FLOPs, communication and
+pipeline bubble.
 
 $ megazoo plan --preset gpt3-175b --tp 8 --pp 16 --dp 8 --json plan.json
 $ megazoo plan --preset gpt3-175b --search --gpus 1024 --gpu h100 --memory 80GB
 $ megazoo plan --preset llama-7b --lora-rank 8 --lora-targets q,v
 
---search ranks the layouts that fit by the estimated time of a step, shortest first. It has what is
-computed, bubble and recomputation included, and what of the communication nothing hides. Hidden are
-sums of gradients over replicas as far as the last micro-batch's backward lasts, what tp sends
-beside products of the backward, and transfers between stages that come in time. Exposed are the
-rest of tp's traffic, cp's, and ZeRO-1's gathers of the updated parameters. tp, pp, dp, virtual-pp,
-recompute, sequence-parallel and zero are searched, and cp for long sequences that don't fit without
-recomputation; the rest is as given. Of layouts that differ in virtual-pp only the fastest is told.
+--search lists the parallel layouts that fit into memory, the shortest estimated step time first.
+The step time is the computation, with bubble and recomputation, plus exposed communication.
+Treated as overlapped: gradient all-reduces during the last backward pass, tensor-parallel
+communication during matrix products of the backward pass, and pipeline transfers that arrive before
+they are needed. Treated as exposed: all other tensor-parallel communication, context-parallel
+communication, and the all-gather of the updated parameters in ZeRO-1. The search varies tp, pp, dp,
+virtual-pp, recompute, sequence-parallel and zero, and cp for long sequences that do not fit without
+recomputation. Other settings are used as given. Of layouts that differ only in virtual-pp, only the
+fastest is listed.
 """
 
 import json
@@ -43,7 +45,7 @@ from megazoo.planning import (
     note_on_mfu,
 )
 
-LISTED = 20  # layouts that a search tells
+LISTED = 20  # layouts that a search prints
 SEARCH_COLUMNS = [
     "tp",
     "pp",
@@ -66,32 +68,32 @@ SEARCH_COLUMNS = [
 
 @dataclass
 class PlanParallelOptions(ParallelOptions):
-    """How ranks share the work."""
+    """Parallel layout: how the work is divided among ranks."""
 
     dp: Annotated[int | None, unset("INT", "1")] = None
-    """Data-parallel size: replicas."""
+    """Data-parallel size: number of replicas."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of the ranks, which the defaults of --dtype and --sequence-parallel depend on. auto:
-    cuda, whatever this machine has."""
+    """Device of the ranks. The defaults of --dtype and --sequence-parallel depend on it. auto:
+    cuda, even if this machine has no GPU."""
 
 
 @dataclass
 class Options(TrainingProgram):
-    """What is planned: the settings of the training program, and those below."""
+    """Run to plan: the settings of the training program, and those below."""
 
     parallel: tyro.conf.OmitArgPrefixes[PlanParallelOptions] = field(
         default_factory=PlanParallelOptions
     )
     json: File = None
-    """File for the same as JSON; - is stdout, without the table."""
+    """JSON file to write the plan to. -: write JSON to stdout instead of the table."""
     search: bool = False
-    """List layouts that fit, instead of planning one."""
+    """List layouts that fit into memory, instead of planning one layout."""
     gpus: int = 8
-    """Number of ranks of a search."""
+    """Number of GPUs, for --search."""
     gpu: Literal["a100", "h100", "h200", "b200"] = "h100"
-    """GPU whose step time a search estimates, eight per node."""
+    """GPU for the estimated step times of --search, eight per node."""
     memory: str = "80GB"
-    """Memory of a device in a search."""
+    """Memory per GPU, for --search."""
 
     @property
     def replicas(self) -> int:
@@ -100,7 +102,7 @@ class Options(TrainingProgram):
 
 @dataclass
 class ShownOptions(Options):
-    """What is planned: the settings of the training program, and those below."""
+    """Run to plan: the settings of the training program, and those below."""
 
     data: tyro.conf.Suppress[tyro.conf.OmitArgPrefixes[DataOptions]] = field(
         default_factory=DataOptions
@@ -128,8 +130,8 @@ def main(arguments: list[str]) -> None:
     parse_size(options.memory)
     if settings.config.num_labels:
         raise UserError(
-            "classifiers are not planned: plan the language model, which takes a little more "
-            "memory, for its logits"
+            "planning a classifier is not supported: plan the language model, which needs a little "
+            "more memory, for its logits"
         )
     planner = Planner(settings.config, quick=options.search, attached=adapters_of(settings))
     values, lines = (searched if options.search else planned)(planner, options)
@@ -165,7 +167,7 @@ def planned(planner: Planner, options: Options) -> tuple[dict, list[str]]:
 
 
 def search_lines(layouts: list[FoundLayout], gpu: str) -> list[str]:
-    """Write what a search found as a table. gpu: whose time was estimated."""
+    """Return the table of a search. gpu: the GPU of the estimated times."""
     rows = [SEARCH_COLUMNS]
     for layout in layouts:
         row = [
@@ -191,10 +193,10 @@ def search_lines(layouts: list[FoundLayout], gpu: str) -> list[str]:
         rows = without(rows, "cp", "sent cp")
     return [
         *table(rows),
-        "memory, bubble and bytes sent a step: of the rank that has most; "
-        f"time: over the first one's, which is some {layouts[0].time:.3g} s on {gpu}",
-        "exposed: communication that nothing hides, of the step: tp's (but for what goes on beside "
-        "products), cp's,",
-        "ZeRO-1's gathers, and what lasts longer than the work beside it: sums over replicas, "
-        "sends over pp",
+        "memory, bubble and bytes sent per step: maximum over the ranks; "
+        f"time: relative to the first layout, which needs about {layouts[0].time:.3g} s on {gpu}",
+        "exposed: fraction of the step for communication without overlap: tp (except during "
+        "backward products), cp,",
+        "ZeRO-1 all-gathers, and the part of gradient all-reduces and pp transfers that lasts "
+        "longer than the overlapped computation",
     ]

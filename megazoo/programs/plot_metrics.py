@@ -1,4 +1,4 @@
-"""Draw the loss curves of one or several metrics files as a PNG.
+"""Plot the loss curves of one or more metrics files as a PNG.
 
 $ megazoo plot metrics runs/gpt2-tiny/metrics.jsonl --output loss.png
 $ megazoo plot metrics runs/one/metrics.jsonl runs/tp2/metrics.jsonl --difference
@@ -18,10 +18,10 @@ from megazoo.files import regular_file
 
 
 def read_curves(path: Path) -> tuple[dict[int, float], dict[int, float]]:
-    """Read the training and validation losses, by step, of a file of metrics.
+    """Return the training and validation losses of a metrics file, by step.
 
-    Where a step stands twice (a resumed or repeated run), the later counts. UserError if the file
-    can't be read, or has no steps.
+    If a step occurs twice (in a resumed or repeated run), the later line is used. UserError if the
+    file can't be read, or has no steps.
     """
     training, validation = {}, {}
     try:
@@ -49,17 +49,17 @@ class Options:
     """Loss curves."""
 
     metrics: tyro.conf.Positional[tuple[Path, ...]] = ()
-    """Files of --metrics."""
+    """Metrics files that runs wrote with --metrics."""
     difference: bool = False
-    """Draw the difference of each run's training losses from those of the first run, too."""
+    """Also plot the difference of each run's training losses from those of the first run."""
     output: Path = Path("loss.png")
-    """PNG to write."""
+    """PNG file to write."""
 
 
 def main(arguments: list[str]) -> None:
     options = parse_flags(Options, arguments, __doc__)
     if not options.metrics:
-        raise UserError("name at least one file of metrics (--help says how)")
+        raise UserError("at least one metrics file is required (see --help)")
     curves = [(path, *read_curves(path)) for path in options.metrics]
     try:
         import matplotlib

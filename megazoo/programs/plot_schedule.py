@@ -1,11 +1,11 @@
-"""Draw a pipeline schedule: what each rank does when, and who waits for whom.
+"""Draw a pipeline schedule: the actions of each rank over time, and their dependencies.
 
 $ megazoo plot schedule --schedule zb-h1 --pp 4 --microbatches 8 --output schedule.svg
 
-A row is a rank, a box an action of one micro-batch: forward (F), backward (B), or its two halves,
-of the inputs (I) and of the weights (W). Interleaved stages have darker boxes from one to the next.
-An arrow goes from what made an input to the action that had to wait for it. Transfers take no time
-here.
+Each row is a rank. Each box is an action of one micro-batch: forward (F), backward (B), or the two
+halves of the backward pass, for the inputs (I) and for the weights (W). Boxes of later interleaved
+stages are darker. An arrow points from the action that computed an input to the action that waited
+for it. Transfers between ranks take no time in the drawing.
 """
 
 from dataclasses import dataclass
@@ -30,28 +30,28 @@ from megazoo.parallel.schedule import (
     timeline,
 )
 
-MOST_BOXES = 10_000  # what is drawn in a minute
-LONGEST = 1e12  # cost of an action
+MOST_BOXES = 10_000  # boxes that are drawn in a minute
+LONGEST = 1e12  # largest cost of an action
 COLORS = {"F": "#7fb3e6", "B": "#8fce8f", "I": "#8fce8f", "W": "#f2c879"}
 
 
 @dataclass
 class Options(ImportOption):
-    """Which schedule, and how long its actions take."""
+    """Schedule, and cost of its actions."""
 
     schedule: ScheduleName = "1f1b"
-    """Order of the forwards and backwards: one of these, or one that --import adds."""
+    """Pipeline schedule: one of these, or one that --import registers."""
     pp: int = 4
-    """Pipeline-parallel size: ranks."""
+    """Pipeline-parallel size: number of ranks."""
     virtual_pp: int = 1
-    """Stages of a rank."""
+    """Number of stages per rank."""
     microbatches: int = 8
-    """Of one replica, in a step."""
+    """Number of micro-batches per replica and step."""
     cost: Annotated[tuple[float, ...], tyro.conf.arg(metavar="F I W")] = (1.0, 1.0, 1.0)
-    """Time of a forward, of the inputs' backward and of the weights'; B takes the last two
-    together."""
+    """Time of a forward, of a backward for the inputs, and of a backward for the weights. B costs
+    the sum of the last two."""
     output: Path = Path("schedule.png")
-    """File to write, .png or .svg."""
+    """Output file, .png or .svg."""
 
 
 def main(arguments: list[str]) -> None:
@@ -95,7 +95,7 @@ def main(arguments: list[str]) -> None:
 
 
 def check(options: Options) -> None:
-    """Raise UserError for options that can't be."""
+    """Raise UserError for invalid options."""
     if min(options.pp, options.virtual_pp, options.microbatches) < 1:
         raise UserError("pp, virtual-pp and microbatches must each be at least 1")
     boxes = 2 * options.pp * options.virtual_pp * options.microbatches
@@ -105,9 +105,9 @@ def check(options: Options) -> None:
             f"{options.microbatches} make {boxes} boxes: at most {MOST_BOXES} can be drawn"
         )
     if options.virtual_pp > 1 and options.pp == 1:
-        raise UserError("virtual-pp cuts the stages of a pipeline: use pp 2 or more")
+        raise UserError("virtual-pp above 1 needs a pipeline: use pp 2 or more")
     if len(options.cost) != 3 or not all(0 < cost <= LONGEST for cost in options.cost):
-        raise UserError("cost must be three times above 0: of F, I and W")
+        raise UserError("cost must be three numbers above 0: the times of F, I and W")
     if options.output.suffix not in (".png", ".svg"):
         raise UserError(f"{options.output} must end in .png or .svg")
 
@@ -115,7 +115,7 @@ def check(options: Options) -> None:
 def draw_rank(
     axes, rank: int, table: list[Action], spans: dict[Action, Span], placement: Placement
 ) -> None:
-    """Draw what a rank does as a row of boxes, and an arrow to each action that had to wait."""
+    """Draw the actions of a rank as a row of boxes, and an arrow to each action that waited."""
     free = 0.0  # since when the rank has been idle
     for action in table:
         span = spans[action]
@@ -147,7 +147,7 @@ def draw_rank(
 
 
 def color_of(action: Action, placement: Placement) -> list[float]:
-    """Return the color of an action's kind, darker for each further stage of its rank."""
+    """Return the color of the kind of an action, darker for each later stage of its rank."""
     from matplotlib.colors import to_rgb
 
     stages = placement.stages_of(placement.rank_of(action.stage))

@@ -1,11 +1,11 @@
-"""Turn text into the token files that training reads: Megatron-LM's .bin and .idx.
+"""Tokenize text into token files for training, in Megatron-LM's format (.bin and .idx).
 
 $ megazoo preprocess --input corpus.jsonl --output-prefix out/corpus \\
       --tokenizer path/to/llama --append-eod
 
-Inputs: JSONL files (.jsonl or .json, plain or with .gz or .zst), of which each line is a document;
-any other file, which is one document; or folders of both, whose token files are left out. What was
-interrupted goes on where it stood, by the same command.
+Inputs are JSONL files (.jsonl or .json, optionally with .gz or .zst) with one document per line,
+other files, each of which is one document, or folders of both. Token files in folders are skipped.
+If the command is interrupted, run it again to resume.
 """
 
 import os
@@ -25,32 +25,32 @@ from megazoo.errors import UserError
 from megazoo.terminal import byte_bar
 
 MOST_WORKERS = 1024
-TOLD = 5  # lines without text that are told one by one
+TOLD = 5  # lines without text that are reported one by one
 
 
 @dataclass
 class Options:
-    """What to encode, and how."""
+    """Inputs and tokenization."""
 
     input: Annotated[
         tuple[Path, ...],
         tyro.conf.arg(metavar="PATH [PATH ...]", help_behavior_hint="(required)"),
     ] = ()
-    """Files and folders."""
+    """Input files and folders."""
     output_prefix: Annotated[Path | None, mandatory("PREFIX")] = None
-    """What the files' names begin with: PREFIX_KEY_document.bin and .idx."""
+    """Prefix of the output files: PREFIX_KEY_document.bin and .idx."""
     tokenizer: str = "byte"
-    """byte, or the directory or file of a tokenizer."""
+    """Tokenizer: byte, or a directory or file."""
     json_keys: tuple[str, ...] = ("text",)
-    """Where a line of a JSONL file has its texts; each key makes files of its own."""
+    """Keys of the texts in each line of a JSONL file. Each key gets separate output files."""
     append_eod: bool = False
     """End each document with the tokenizer's end-of-document token."""
     workers: int = os.cpu_count() or 1
-    """Processes that encode."""
+    """Number of processes that tokenize."""
     strict: bool = False
-    """Stop at the first line that has no text; else such lines are left out, counted and told."""
+    """Stop at the first line that has no text. By default such lines are skipped and reported."""
     overwrite: bool = False
-    """Replace the files if they are there."""
+    """Replace existing output files."""
 
 
 def main(arguments: list[str]) -> None:
@@ -67,7 +67,7 @@ def main(arguments: list[str]) -> None:
             nonlocal told
             told += 1
             if told <= TOLD:
-                bar.write(f"left out {line}")
+                bar.write(f"skipped {line}")
 
         try:
             done = preprocess(
@@ -87,25 +87,25 @@ def main(arguments: list[str]) -> None:
             f"({tokens.dtype}), {count / seconds:,.0f} tokens/s"
         )
     if done.bad:
-        print(f"left out {done.bad:,} lines without text; --strict stops at the first")
+        print(f"skipped {done.bad:,} lines without text; --strict stops at the first")
 
 
 def check(options: Options) -> None:
-    """Raise UserError for options that can't be, or for outputs that are there already."""
+    """Raise UserError for invalid options, or if the outputs already exist."""
     if not options.input or options.output_prefix is None:
-        raise UserError("give --input and --output-prefix (--help says how)")
+        raise UserError("--input and --output-prefix are required (see --help)")
     if options.workers < 1:
         raise UserError(f"workers {options.workers} must be at least 1")
     if options.workers > MOST_WORKERS:
         raise UserError(f"workers {options.workers} must be at most {MOST_WORKERS}")
     if not options.json_keys or len(set(options.json_keys)) < len(options.json_keys):
-        raise UserError("json-keys must be different names, one at least")
+        raise UserError("json-keys must be different names, at least one")
     for output in outputs_of(options):
         files = (Path(f"{output}.bin"), Path(f"{output}.idx"))
         if not options.overwrite and any(file.exists() for file in files):
-            raise UserError(f"{output}.bin or .idx is there already: --overwrite replaces them")
+            raise UserError(f"{output}.bin or .idx already exists: use --overwrite to replace them")
 
 
 def outputs_of(options: Options) -> list[Path]:
-    """Return the paths of the token files, without their endings: one for each key."""
+    """Return the paths of the token files without suffix, one per key."""
     return [Path(f"{options.output_prefix}_{key}_document") for key in options.json_keys]

@@ -1,5 +1,5 @@
-"""Train a tokenizer of LLaMA's kind: sentencepiece BPE, with bytes for characters that are not in
-its vocabulary.
+"""Train a tokenizer like that of LLaMA: sentencepiece BPE, with byte tokens for characters outside
+the vocabulary.
 
 $ megazoo train-tokenizer --input stdlib --vocab-size 4096 --output tokenizer
 """
@@ -33,24 +33,24 @@ CONFIG = {
 
 @dataclass
 class Options:
-    """A tokenizer from text."""
+    """Training of a tokenizer."""
 
     input: str = "stdlib"
-    """Text file in UTF-8, or stdlib: the source of Python's standard library."""
+    """Text file in UTF-8, or stdlib (the source of Python's standard library)."""
     output: Annotated[Path | None, mandatory("DIR")] = None
-    """Directory to write tokenizer.model and tokenizer_config.json into."""
+    """Directory for tokenizer.model and tokenizer_config.json."""
     vocab_size: int = 4096
-    """Tokens, the 256 bytes and the three special ones among them."""
+    """Size of the vocabulary, including 256 byte tokens and three special tokens."""
 
 
 def main(arguments: list[str]) -> None:
     options = parse_flags(Options, arguments, __doc__)
     if options.output is None:
-        raise UserError("name the --output directory (--help says how)")
+        raise UserError("--output is required: the directory to write (see --help)")
     if options.vocab_size <= SMALLEST:
         raise UserError(
             f"vocab-size {options.vocab_size} must be more than {SMALLEST}: "
-            "the bytes and special tokens"
+            "the number of byte and special tokens"
         )
     if options.vocab_size > LARGEST:
         raise UserError(f"vocab-size {options.vocab_size} must be at most {LARGEST}")
@@ -65,7 +65,7 @@ def main(arguments: list[str]) -> None:
 
 
 def lines_of(name: str) -> Iterator[str]:
-    """Return the lines of a text file, or of the standard library; UserError if there is none."""
+    """Return the lines of a text file or of the standard library; UserError if it can't be read."""
     if name == "stdlib":
         return (line for text in standard_library() for line in text.decode().split("\n"))
     try:
@@ -77,9 +77,9 @@ def lines_of(name: str) -> Iterator[str]:
 
 
 def train(lines: Iterator[str], vocab_size: int) -> bytes:
-    """Train a sentencepiece model with LLaMA's settings, and return its file's bytes.
+    """Train a sentencepiece model with the settings of LLaMA, and return the bytes of its file.
 
-    Raises UserError if the text is too little.
+    Raises UserError if there is too little text.
     """
     model = io.BytesIO()
     try:
@@ -92,10 +92,10 @@ def train(lines: Iterator[str], vocab_size: int) -> bytes:
             split_digits=True,
             normalization_rule_name="identity",
             remove_extra_whitespaces=False,
-            max_sentence_length=1 << 24,  # bytes; longer lines would be left out
+            max_sentence_length=1 << 24,  # bytes; sentencepiece skips longer lines
             minloglevel=2,
         )
     except RuntimeError as error:
-        reason = str(error).rpartition("] ")[2] or "it has too little text"
+        reason = str(error).rpartition("] ")[2] or "too little text"
         raise UserError(f"can't train a tokenizer on this input: {reason}", exit_code=1) from error
     return model.getvalue()

@@ -263,12 +263,18 @@ def settings(**values):
 
 
 TRAINER = {
-    "metrics": (settings(metrics="/tmp/x"), "settings has metrics, which a run does not keep"),
+    "metrics": (
+        settings(metrics="/tmp/x"),
+        "settings has metrics, which a checkpoint must not contain",
+    ),
     "save": (settings(save="/tmp/x", keep_last=1), "settings has (save|keep_last), which a run"),
-    "import": (settings(**{"import": "x.py"}), "settings has import, which a run does not"),
-    "config": (settings(config="x.toml"), "settings has config, which a run does not keep"),
+    "import": (settings(**{"import": "x.py"}), "settings has import, which a checkpoint must not"),
+    "config": (
+        settings(config="x.toml"),
+        "settings has config, which a checkpoint must not contain",
+    ),
     "a flag": (settings(**{"--metrics=/tmp/x": 1}), "settings has '--metrics=/tmp/x', which"),
-    "tokenizer": (settings(tokenizer="/etc"), "tokenizer is '/etc': a checkpoint may name only"),
+    "tokenizer": (settings(tokenizer="/etc"), "tokenizer is '/etc': a checkpoint may only name"),
     "type": (settings(steps="4"), "steps is '4': it must be an int"),
     "type of a number": (settings(lr=True), "lr is True: it must be a number"),
     "several": (settings(lr=[1, 2]), "lr is a list: it must be a number"),

@@ -280,11 +280,15 @@ def test_evaluate_tells_mistakes_in_one_line(language_models, tmp_path, monkeypa
     )
     two, label = tmp_path / "two", "label 2 is not a whole number from 0 to 1"
     for model, arguments, message in [
-        (language_models / "gpt2", ["--labels", rows], "gpt2 is no classifier: --num-labels"),
-        (two, ["--labels", rows, "--text", rows], "give --text or --choices or --labels, one"),
+        (
+            language_models / "gpt2",
+            ["--labels", rows],
+            "gpt2 is not a classifier (`megazoo pretrain --num-labels`",
+        ),
+        (two, ["--labels", rows, "--text", rows], "use exactly one of --text, --choices"),
         (two, ["--labels", bad], f"{bad}, line 2: {label}"),
         (two, ["--labels", none], f"{none}, line 1: its text has no tokens"),
-        (two, ["--labels", rows, "--seq-length", 33], "seq-length 33 is not from 1 to the"),
+        (two, ["--labels", rows, "--seq-length", 33], "seq-length 33 must be from 1 to"),
         (two, ["--text", rows], "a classifier does not score tokens"),
     ]:
         arguments = [model, *arguments, "--tokenizer", "byte"]

@@ -344,7 +344,7 @@ def test_the_tool_prints_a_table_and_exits_with_1_if_a_layout_fails(tmp_path, mo
             arguments = (*arguments, "--layouts", "tp1")
         compare_hf.main([str(each) for each in (tmp_path / "shards", "--theirs", ours, *arguments)])
         first, _, *lines = capsys.readouterr().out.splitlines()
-        told = f" parameters, {rows} tokens, against transformers' GPT2LMHeadModel"
+        told = f" parameters, {rows} tokens, compared with GPT2LMHeadModel of transformers"
         assert first.endswith(told), first
         for line in lines:
             assert re.fullmatch(r"tp\d +\d\.\de-\d\d( +\d\.\de.\d\d){2}  pass", line), line
@@ -353,26 +353,26 @@ def test_the_tool_prints_a_table_and_exits_with_1_if_a_layout_fails(tmp_path, mo
 
 
 MISTAKES = [
-    ("", "name the source (--help says how)"),
+    ("", "the argument SOURCE is required (see --help)"),
     ("absent", "absent is not a directory"),
     ("ours --layouts tp2,x", "unknown layout 'x'"),
     ("ours --layouts tp3", "tp3: "),
     ("ours --theirs absent", "absent has no config.json: name a Hugging Face directory"),
-    ("shards", "shards has no config.json: name a Hugging Face directory of the model by"),
+    ("shards", "shards has no config.json: name a Hugging Face directory of the model with"),
     ("ours --theirs unknown", "transformers can't load unknown: "),
     (
         "ours --theirs fewer",
         "transformers finds no transformer.h.4.attn.c_attn.bias in fewer: ",
     ),
-    ("classifier", "classifier is a classifier: only language models are compared"),
-    ("ours --seq-length 33", "seq-length 33 is not from 2 to the model's 32"),
+    ("classifier", "classifier is a classifier: only language models are supported"),
+    ("ours --seq-length 33", "seq-length 33 must be from 2 to 32"),
     ("ours --padding 31 --seq-length 31", "padding 31 must be below 30"),
     ("ours --batch-size 0", "batch-size 0 must be 1 or more"),
     ("ours --tolerance -1", "tolerance -1.0 must be 0 or more"),
     ("ours --prompt a --text b", "--prompt and --text exclude each other"),
-    ("ours --prompt ++", "ours has no tokenizer: give --tokenizer byte"),
+    ("ours --prompt ++", "ours has no tokenizer: use --tokenizer byte"),
     ("ours --prompt ++ --tokenizer absent", "unknown tokenizer 'absent': there is byte"),
-    ("ours --prompt + --tokenizer byte", "the text has less than two tokens"),
+    ("ours --prompt + --tokenizer byte", "the text has fewer than two tokens"),
     ("ours --prompt abc --tokenizer byte", "token 99 is outside the vocabulary of 61"),
     ("ours --text absent --tokenizer byte", "absent can't be read: No such file or directory"),
 ]

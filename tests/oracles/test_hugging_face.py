@@ -281,8 +281,8 @@ def test_tools_tell_mistakes_in_one_line(tmp_path, monkeypatch, capsys):
     (tmp_path / "full" / "x").touch()
     hf, full, none, out = (tmp_path / name for name in ("hf", "full", "none", "x"))
     for tool, arguments, message in (
-        (convert, (), "name the source (--help says how)"),
-        (convert, (hf,), "name the output (--help says how)"),
+        (convert, (), "the argument SOURCE is required (see --help)"),
+        (convert, (hf,), "the argument OUTPUT is required (see --help)"),
         (convert, (hf, full), f"{full} is not empty: choose another, or pass --overwrite"),
         (convert, (hf, out, "--tp", 3),
          "heads 4 with kv-heads 2 can't be sharded over tp 3: use tp 1, 2 or 4"),
@@ -306,9 +306,9 @@ def test_inspect_finds_a_flipped_byte(tmp_path, monkeypatch, capsys):
     inspect_checkpoint.main([str(tmp_path / "hf"), "--verify"])
     inspect_checkpoint.main([str(tmp_path / "a"), "--verify"])
     output = capsys.readouterr().out
-    for words in ("llama, ", "tp 2 x pp 1 x dp 1", "every byte is as it was written"):
+    for words in ("llama, ", "tp 2 x pp 1 x dp 1", "all files match their checksums"):
         assert words in output
-    assert "every file can be read" in output
+    assert "all files are readable" in output
     file = tmp_path / "a" / "model_tp_1_pp_0.safetensors"
     data = bytearray(file.read_bytes())
     data[-100] ^= 1

@@ -62,7 +62,7 @@ def test_the_loss_of_texts_is_transformers(directories, tmp_path, monkeypatch, c
     assert result["documents"] == 4
     assert result["bytes"] == sum(len(text.encode()) for text in texts)
     assert abs(result["loss"] - nats / count) < 1e-5
-    assert f"loss            {result['loss']:.6f} nats a token" in out
+    assert f"loss            {result['loss']:.6f} nats per token" in out
     assert "windows of 40 tokens, 20 apart; each text follows the token 1, <s>" in out
     assert (
         abs(result["bits_per_byte"] * result["bytes"] * 0.6931471805599453 - result["nats"]) < 1e-6
@@ -171,13 +171,13 @@ def test_evaluate_tells_mistakes_in_one_line(directories, tmp_path, monkeypatch,
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     for arguments, message in {
-        (): "give --text or --choices or --labels, one of them, or --tasks",
+        (): "use exactly one of --text, --choices, --labels and --tasks",
         ("--text", tmp_path / "a.jsonl"): "a.jsonl, line 2 is not JSON",
-        ("--text", tmp_path / "b.jsonl"): "b.jsonl, line 1 has no text 'text'",
+        ("--text", tmp_path / "b.jsonl"): "b.jsonl, line 1 has no text with the key 'text'",
         ("--choices", tmp_path / "c.jsonl"): 'c.jsonl, line 1 is not {"context"',
         ("--choices", tmp_path / "d.jsonl"): "d.jsonl has no lines",
         ("--text", tmp_path / "none"): "none can't be read: No such file",
-        ("--text", __file__, "--seq-length", 65): "seq-length 65 is not from 1 to the model's 64",
+        ("--text", __file__, "--seq-length", 65): "seq-length 65 must be from 1 to 64",
         ("--text", __file__, "--stride", 65): "stride 65 must be from 1",
     }.items():
         code, _, error = run_main(evaluate, monkeypatch, capsys, directories / "hf", *arguments)

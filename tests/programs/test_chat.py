@@ -94,7 +94,7 @@ def test_mistakes_leave_the_conversation_as_it_was(directory, monkeypatch, capsy
     words = [directory, "--max-new-tokens", 4, "--device", "cpu"]
     code, out, error = run_main(chat, monkeypatch, capsys, *words, typed=typed)
     assert (code, out) == (0, f"{answer}\n")
-    assert "tokens, for which this model has no room: /reset begins a new one" in error
+    assert "tokens, too many for this model: type /reset to start a new one" in error
 
 
 def read_until(descriptor, wanted: bytes, seconds: float = 60) -> bytes:

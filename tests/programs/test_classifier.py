@@ -110,7 +110,7 @@ def test_training_and_evaluation_are_those_of_transformers(
     labels = "1 label" if number == 1 else f"{number} labels"
     assert out.startswith(f"{family}, classifier of {labels} (a new head), ")
     assert f"tools/evaluate.py {run} --labels FILE.jsonl" in out
-    assert "nats a token" not in out
+    assert "nats per token" not in out
     found = losses(tmp_path / "m")
     assert max(abs(found[n] - loss) for n, loss in enumerate(expected, 1)) < 1e-5
     told = told_of(model, rows[48:], pad, kind)
@@ -189,6 +189,6 @@ def test_flags_that_say_nothing_of_a_classifier_are_refused(tmp_path):
     words = [*PROGRAM, "--num-labels", "2", "--data", str(file), "--steps", "1"]
     pretrain.prepare(words)
     for flag in ("packing", "separate-documents"):
-        told = f"{flag} says nothing of a classifier, of which each row is a text: leave it out"
+        told = f"{flag} cannot be used with a classifier (each row is one text): remove it"
         with pytest.raises(megazoo.UserError, match=f"^{told}$"):
             pretrain.prepare([*words, f"--{flag}"])

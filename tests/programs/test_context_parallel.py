@@ -129,7 +129,7 @@ MISTAKES = {
     "--cp 70000": "cp 70000 must be at most 65,536",
     "--cp 4 --tp 2 --cp-method ulysses": "cp-method ulysses cuts the 2 heads of a tp rank over "
     "cp 4: use cp 2 at most, or cp-method allgather",
-    "--cp 2 --cp-method ring": "--cp-method is 'ring': there are allgather, ulysses",
+    "--cp 2 --cp-method ring": "--cp-method is 'ring': use one of allgather, ulysses",
 }
 
 

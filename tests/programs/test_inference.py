@@ -145,7 +145,7 @@ def test_bad_lines_are_named(tmp_path):
     file = tmp_path / "a.jsonl"
     for text, message in (
         ('{"prompt": "a"}\n\n{"text": "a"}', "a.jsonl, line 3: it has no text under 'prompt'"),
-        ("[1]", "a.jsonl, line 1: '.1.' is no JSON object"),
+        ("[1]", "a.jsonl, line 1: '.1.' is not a JSON object"),
         ('{"prompt": "a"}\n{', "a.jsonl, line 2: Expecting property name"),
         ("\n", "a.jsonl has no prompts"),
     ):
@@ -163,7 +163,7 @@ def test_bad_lines_are_named(tmp_path):
 TOO_LONG = "x = 1 " * 40
 WRONG = [
     (["--prompt", TOO_LONG], r"a prompt of \d+ tokens and 128 new ones exceed the model's"),
-    (["--prompt", ""], "the prompt is empty, and this tokenizer begins no text: give some text"),
+    (["--prompt", ""], "the prompt is empty, and this tokenizer has no token that begins a text"),
     ("--prompt a --prompts b".split(), "--prompt and --prompts exclude each other"),
     ("--prompts /nowhere".split(), "/nowhere can't be read: No such file"),
     ("--prompt a --output /nowhere/a.jsonl".split(), "--output /nowhere/a.jsonl: No such file"),
@@ -187,6 +187,6 @@ def test_a_model_that_was_trained_here_needs_no_tokenizer_files(tmp_path, monkey
     megazoo.from_config(tiny_config(vocab_size=257)).save_parallelized(tmp_path)
     words = (tmp_path, "--prompt", "a", "--max-new-tokens", 3)
     code, _, error = run_main(generate, monkeypatch, capsys, *words)
-    assert (code, "has no tokenizer: give --tokenizer byte" in error) == (2, True)
+    assert (code, "has no tokenizer: use --tokenizer byte" in error) == (2, True)
     code, out, _ = run_main(generate, monkeypatch, capsys, *words, "--tokenizer", "byte")
     assert (code, out[0]) == (0, "a")

@@ -63,7 +63,7 @@ def test_a_run_says_what_it_trains_and_goes_on_in_another_layout(ranks, files, t
     # of each of 3 layers: A of q, v, o [2, 32]; B of q and o [32, 2], of v [2 heads x 8, 2]
     count = 3 * (3 * 2 * 32 + 2 * 32 * 2 + 16 * 2)
     whole = count + sum(p.numel() for p in megazoo.from_pretrained(base).parameters())
-    assert f"base: {base}, as the checkpoint says" in out
+    assert f"base: {base}, from the checkpoint" in out
     assert f"training {count:,} of {whole:,} parameters: adapters of rank 2 on q, v, o" in out
     (line,) = [line for line in out if line.startswith("  generate")]
     assert f"tools/generate.py {saved} --prompt" in line
@@ -164,30 +164,30 @@ def test_a_restart_goes_on(files, tmp_path, monkeypatch):
 
 
 REFUSED = {
-    "--lora-alpha 4": "lora-alpha without adapters: give --lora-rank R for new ones, or",
+    "--lora-alpha 4": "lora-alpha needs adapters: use --lora-rank R for new ones, or",
     "--lora-targets q --load {base}": "lora-targets without adapters",
     "--lora-rslora": "lora-rslora without adapters",
-    "--lora-rank 0 --lora-alpha 3": "lora-alpha without adapters: give --lora-rank R for new ones",
+    "--lora-rank 0 --lora-alpha 3": "lora-alpha needs adapters: use --lora-rank R for new ones",
     "--lora-load {file}": "--lora-load: {file} is not a directory",
     "--lora-rank 2 --lora-targets qq": "the target 'qq' is not a linear layer of the model; did",
     "--lora-rank 2 --lora-targets=": "the target '' is not a linear layer",
     "--lora-rank -1": "lora-rank -1 must be 0 or more",
     "--lora-rank 9999999999": "lora-rank 9999999999 must be at most",
     "--lora-rank 2 --lora-dropout 1": "lora-dropout 1.0 must be below 1",
-    "--lora-rank 2 --train-only ^norm": "train-only ^norm trains no adapter: leave --lora-rank out",
+    "--lora-rank 2 --train-only ^norm": "train-only ^norm trains no adapter: remove --lora-rank",
     "--train-only lora": "the pattern 'lora' matches no parameter",
     "--load {lora} --lora-rank 3": "lora-rank is 3, but 2 in the checkpoint {lora}/step_00000002: ",
     "--load {lora} --lora-rank 0": "lora-rank is 0, but 2 in the checkpoint",
     "--lora-load {lora} --lora-alpha 5": "lora-alpha is 5.0, but 4.0 in the checkpoint",
     "--load {lora} --lora-targets q,v": "lora-targets is q,v, but q,v,o in the checkpoint",
-    "--load {lora} --lora-load {lora}": "--load {lora} holds adapters alone: give its base, or",
+    "--load {lora} --lora-load {lora}": "--load {lora} contains only adapters: pass its base, or",
     "--load {lora} --layers 4": "layers is 4, but 3 in the checkpoint",
-    "--load {lora} --steps 2": "--load {lora} is at step 2 already",
-    "--lora-load {lora} --steps 1": "--lora-load {lora} is at step 2 already",
-    "--load {moved}": "is no longer at {gone}: give --load BASE --lora-load {moved}/step_00000002",
+    "--load {lora} --steps 2": "--load {lora} is already at step 2",
+    "--lora-load {lora} --steps 1": "--lora-load {lora} is already at step 2",
+    "--load {moved}": "is not found at {gone}: pass --load BASE --lora-load {moved}/step_00000002",
     "--lora-load {base}": "--lora-load: {base}/step_00000001 has no adapters: it holds a complete",
     "--lora-load {gone}": "--lora-load: no directory {gone}",
-    "--lora-load {peft} --lora-rank 4": "lora-rank 4 beside --lora-load: adapter_config.json in",
+    "--lora-load {peft} --lora-rank 4": "lora-rank 4 cannot be used with --lora-load: ",
     "--load {other} --lora-load {lora}": "layers is 2 in {other}, but 3 in {lora}/step_00000002",
     "--load {gpt2} --lora-load {lora}": "{gpt2} is a GPT2, but {lora}/step_00000002 has adapters",
 }
@@ -253,7 +253,7 @@ def test_tools_know_a_checkpoint_of_adapters(files, tmp_path, capsys, monkeypatc
     expected = run_main(generate, monkeypatch, capsys, base, "--adapter", files / "lora", *words)
     code, out, error = run_main(generate, monkeypatch, capsys, files / "lora", *words)
     assert (code, out) == (0, expected[1])
-    assert error.startswith(f"base: {base}, as the checkpoint says\n")
+    assert error.startswith(f"base: {base}, from the checkpoint\n")
     code, _, error = run_main(generate, monkeypatch, capsys, files / "moved", *words)
     assert (code, error.count("\n")) == (2, 1)
-    assert f"is no longer at {files / 'gone'}: give BASE --adapter {files / 'moved'}" in error
+    assert f"is not found at {files / 'gone'}: pass BASE --adapter {files / 'moved'}" in error

@@ -39,9 +39,9 @@ def test_a_run_does_not_write_over_its_base(tmp_path, rows):
     before = {file.name: file.read_bytes() for file in (run / "step_00000002").iterdir()}
     more = ["--num-labels", "2", "--data", rows, "--split", "100,0"]
     for flags in (["--lora-rank", "2"], more, ["--lora-rank", "2", "--load-weights-only"]):
-        with pytest.raises(UserError, match="holds the weights that this run begins with"):
+        with pytest.raises(UserError, match="contains the weights that this run starts from"):
             train(3, "--load", run, "--save", run, *flags)
-    with pytest.raises(UserError, match="holds the weights that this run begins with"):
+    with pytest.raises(UserError, match="contains the weights that this run starts from"):
         train(3, "--load", run / "step_00000002", "--save", run, "--lora-rank", "2")
     assert before == {file.name: file.read_bytes() for file in (run / "step_00000002").iterdir()}
     adapters = tmp_path / "adapters"
@@ -81,7 +81,7 @@ def test_neither_adapters_of_peft_nor_a_run_that_goes_on_replace_a_base(runs):
     names = {name: runs / name for name in ("base", "lora", "peft", "shards")}
     for words in OVER_THE_BASE:
         arguments = ["--model", "gpt2", *TRAIN.split(), "3", *words.format(**names).split()]
-        with pytest.raises(UserError, match="holds the weights that this run begins with"):
+        with pytest.raises(UserError, match="contains the weights that this run starts from"):
             pretrain.prepare(arguments)
     for base in ("hf", "shards"):
         arguments = ["--model", "gpt2", *TRAIN.split(), "1", "--lora-rank", "2", "--lr", "1e-3"]
@@ -100,7 +100,7 @@ def test_a_new_head_is_trained_or_refused(runs, rows):
     words = ["--model", "gpt2", *TRAIN.split(), "1", "--load", str(runs / "base")]
     words += ["--num-labels", "2", "--data", str(rows), "--split", "100,0"]
     for adapters in (["--lora-rank", "2"], ["--lora-load", str(runs / "peft")]):
-        with pytest.raises(UserError, match="the new head untrained: let the pattern match sco"):
+        with pytest.raises(UserError, match="the new head: use a pattern that also"):
             pretrain.prepare([*words, *adapters, "--train-only", "lora"])
         pretrain.prepare([*words, *adapters, "--train-only", "lora|score"])
 
@@ -165,7 +165,7 @@ def test_what_is_evaluated_is_not_written_over(rows, monkeypatch, capsys):
         words = ("x", flag, rows, "--output", output)
         code, _, error = run_main(evaluate, monkeypatch, capsys, *words)
         assert (code, rows.read_bytes()) == (2, before)
-        assert error.endswith(f"--output: {output} is what is read: name another file\n")
+        assert error.endswith(f"--output: {output} is the input file: name another file\n")
 
 
 @pytest.fixture(scope="module")

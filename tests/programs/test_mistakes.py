@@ -59,7 +59,7 @@ MISTAKES = [
     (f"{TRAIN} --config zero", "zero is a device or a pipe", 2),
     (f"{TRAIN} --config folder", "--config folder: Is a directory", 2),
     (f"{TRAIN} --load pipe", "pipe is not a directory", 2),
-    (f"{TRAIN} --load absent", "absent is not a directory; leave --load out to start from", 2),
+    (f"{TRAIN} --load absent", "absent is not a directory; remove --load to start from", 2),
     (f"{TRAIN} --load zero", "zero is not a directory", 2),
     (f"{TRAIN} --data zero.jsonl", "unknown data 'zero.jsonl'", 2),
     (f"{TRAIN} --tokenizer random", "unknown tokenizer 'random'", 2),
@@ -111,9 +111,9 @@ MISTAKES = [
     (f"{GENERATE} --top-k 5 --num-return-sequences 1{'0' * 18}", "num_return_sequences 1", 2),
     (f"{GENERATE} --temperature 1e-320", "temperature 1e-320 is out of range", 2),
     (f"{GENERATE} --max-new-tokens 1{'0' * 18}", "exceed the model's max-positions 64", 2),
-    (f"{EVALUATE} --text text.jsonl --seq-length 1{'0' * 18}", "is not from 1 to the model's", 2),
+    (f"{EVALUATE} --text text.jsonl --seq-length 1{'0' * 18}", "must be from 1 to 64, the", 2),
     (f"plot_schedule --microbatches 1{'0' * 18}", "at most 10000 can be drawn", 2),
-    ("plot_schedule --cost inf inf inf", "cost must be three times", 2),
+    ("plot_schedule --cost inf inf inf", "cost must be three numbers", 2),
     (
         "plan --preset gpt2-tiny --layers 64 --pp 64 --global-batch-size 1000000 "
         "--micro-batch-size 1",
@@ -396,7 +396,7 @@ def test_an_error_below_the_users_file_names_that_file(run, files):
         callbacks._steps.clear()
     first, *_, last = err.splitlines()
     assert (code, last) == (1, "KeyError: 'none'")
-    assert first == f"the error came through {files}/fails.py, which --import ran:"
+    assert first == f"the error occurred in or below {files}/fails.py, which --import ran:"
 
 
 LACKS = [
@@ -405,7 +405,7 @@ LACKS = [
     (RecursionError("maximum recursion depth exceeded"), "nested too deeply: maximum"),
     (MemoryError(), "out of memory: use smaller batches"),
     (torch.OutOfMemoryError("CUDA out of memory. Tried\nto"), "(CUDA out of memory. Tried)"),
-    (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid"), "a text can't be read or written"),
+    (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid"), "text cannot be decoded or encoded"),
 ]
 
 

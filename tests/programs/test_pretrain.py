@@ -196,7 +196,8 @@ def test_epochs_are_counted_in_samples_and_a_test_ends_them(ranks, tmp_path, cap
     assert records(metrics)[-1]["step"] == -(-3 * samples // 8)
     out = capsys.readouterr().out
     assert re.search(
-        r"training loss \d\.\d{4}, validation loss \d\.\d{4}, test loss \d\.\d{4} nats a token", out
+        r"training loss \d\.\d{4}, validation loss \d\.\d{4}, test loss \d\.\d{4} nats per token",
+        out,
     )
     assert re.search(r"go on .*--epochs 6$", out, re.MULTILINE)
     assert "--epochs 3 " not in out
@@ -228,7 +229,7 @@ def test_a_checkpoint_of_another_shape_is_refused(tmp_path, capsys, monkeypatch)
     capsys.readouterr()
     for words, message in {
         "--layers 6": f"layers is 6, but 5 in the checkpoint {tmp_path}/step_00000002",
-        "--steps 2": f"--load {tmp_path} is at step 2 already: --steps 2 leaves nothing to do",
+        "--steps 2": f"--load {tmp_path} is already at step 2: --steps 2 leaves nothing to do",
     }.items():
         words = ["--model", "gpt2", "--load", tmp_path, *words.split()]
         code, _, error = run_main(pretrain, monkeypatch, capsys, *words)
@@ -247,7 +248,7 @@ def test_a_checkpoint_that_is_not_of_a_run_is_refused(tmp_path, capsys, monkeypa
     path = save(tmp_path, 1, megazoo.from_config("gpt2-tiny"))
     whole = (path / "trainer.json").read_text()
     for text, message, expected in [
-        (whole, "is not of a training run: trainer.json has no consumed_samples", 2),
+        (whole, "is not from a training run: trainer.json has no consumed_samples", 2),
         ("{", f"trainer.json has 1 bytes, but megazoo.json has {len(whole)}", 1),
     ]:
         (path / "trainer.json").write_text(text)

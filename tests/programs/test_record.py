@@ -140,8 +140,8 @@ def test_the_record_says_what_was_run(recorded, data):
 def test_the_same_layout_repeats_it_to_the_bit(recorded, checked):
     code, out, error = checked(recorded / "record")
     assert code == 0, error
-    assert "1 files are as they were" in out
-    assert f"{STEPS} steps are the same to the bit" in out
+    assert "1 files are unchanged" in out
+    assert f"{STEPS} steps are bitwise identical" in out
 
 
 def test_one_process_repeats_it_to_the_bit(tmp_path, checked):
@@ -152,7 +152,7 @@ def test_one_process_repeats_it_to_the_bit(tmp_path, checked):
     train(*words, "--record", record)
     assert read(record)["settings"]["tie_embeddings"] is False
     code, out, error = checked(record)
-    assert (code, "3 steps are the same to the bit" in out) == (0, True), error
+    assert (code, "3 steps are bitwise identical" in out) == (0, True), error
     assert " then, " not in out
 
 
@@ -168,7 +168,7 @@ def test_other_layouts_repeat_it(recorded, checked, layouts):
     code, out, error = checked(recorded / "record", "--layouts", layouts, "--steps", 4)
     assert code == 0, error
     for layout in layouts.split(","):
-        assert f"\n{layout:16}4 steps are the same" in out
+        assert f"\n{layout:16}4 steps match" in out
 
 
 def test_changed_data_is_named(recorded, data, tmp_path, checked):
@@ -177,7 +177,7 @@ def test_changed_data_is_named(recorded, data, tmp_path, checked):
     code, out, error = checked(recorded / "record", "--data", changed)
     assert code == 1
     assert "texts.jsonl (data) has as many bytes, but other contents" in out
-    assert "1 of the files that the run read are not as they were" in error
+    assert "1 input files of the run have changed" in error
     changed.write_bytes(data.read_bytes() + b'{"text": "more"}\n')
     _, out, _ = checked(recorded / "record", "--data", changed)
     size = data.stat().st_size
@@ -204,13 +204,13 @@ def test_a_changed_token_is_named(data, tmp_path, checked):
 def test_steps_are_compared():
     """Gradient norms within ten times the tolerance of losses; None is of a skipped step."""
     then = [Step(1, 5.0, 2.0), Step(2, 4.0, 3.0), Step(3, 3.0, None)]
-    same = ("3 steps are the same to the bit", True)
+    same = ("3 steps are bitwise identical", True)
     assert check_run.compared(then, then, 1e-5) == same
     for step, ours, told in [
-        (2, Step(2, 4.0 * (1 + 1e-4), 3.0), "parts at step 2: loss 4.0004"),
-        (2, Step(2, 4.0, 3.0 * (1 + 2e-4)), "parts at step 2: gradient norm 3.0006"),
-        (3, Step(3, 3.0, 1.0), "parts at step 3: gradient norm 1.0 instead of None (inf)"),
-        (1, Step(1, math.nan, 2.0), "parts at step 1: loss nan"),
+        (2, Step(2, 4.0 * (1 + 1e-4), 3.0), "differs at step 2: loss 4.0004"),
+        (2, Step(2, 4.0, 3.0 * (1 + 2e-4)), "differs at step 2: gradient norm 3.0006"),
+        (3, Step(3, 3.0, 1.0), "differs at step 3: gradient norm 1.0 instead of None (inf)"),
+        (1, Step(1, math.nan, 2.0), "differs at step 1: loss nan"),
     ]:
         now = [*then[: step - 1], ours, *then[step:]]
         line, is_same = check_run.compared(then, now, 1e-5)
@@ -225,8 +225,8 @@ def test_another_setting_parts(copy, checked):
     change(copy, lambda values: values["settings"].update(lr=0.001))
     code, out, error = checked(copy, "--steps", 3)
     assert code == 1
-    assert "parts at step 2" in out
-    assert "1 of 1 layouts part from the record" in error
+    assert "differs at step 2" in out
+    assert "1 of 1 layouts differ from the record" in error
 
 
 def test_weights_that_it_began_with(begun, tmp_path, checked):
@@ -236,7 +236,7 @@ def test_weights_that_it_began_with(begun, tmp_path, checked):
     train(*arguments, "--steps", 5, "--save", tmp_path / "other", "--record", record)
     code, out, error = checked(record, "--layouts", "tp2")
     assert code == 0, error
-    assert "3 steps are the same" in out
+    assert "3 steps match" in out
     (step,) = saved.glob("step_*")
     (step / "extra.txt").write_text("new")
     assert "extra.txt (weights) is new" in checked(record)[1]
@@ -251,7 +251,7 @@ def test_weights_that_it_began_with(begun, tmp_path, checked):
     shutil.rmtree(saved)
     code, _, error = checked(record)
     assert code == 2
-    assert "--load says where" in error
+    assert "with --load" in error
 
 
 def test_a_run_that_goes_on_continues_its_record(begun, monkeypatch, capsys, checked):
@@ -261,7 +261,7 @@ def test_a_run_that_goes_on_continues_its_record(begun, monkeypatch, capsys, che
     train(*arguments, "--steps", 5)
     assert steps_in(record) == [1, 2, 3, 4, 5]
     assert read(record)["resumed"] == [{"step": 2, "changes": []}]
-    assert "5 steps are the same to the bit" in checked(record)[1]
+    assert "5 steps are bitwise identical" in checked(record)[1]
     before = texts_of(record)
     words = (*SMALL, "--steps", 2, "--record", record)
     for restart in ("0", "1"):  # torchrun starts a run again that has refused to write over it
@@ -278,9 +278,9 @@ def test_a_run_that_goes_on_otherwise_is_compared_until_there(begun, checked):
     assert resumed == {"step": 2, "changes": ["lr: 0.005 then, 0.004 now"]}
     code, out, error = checked(record)
     assert code == 0, error
-    assert "after step 2 the run went on otherwise" in out
+    assert "after step 2 the run resumed with changes" in out
     assert "  lr: 0.005 then, 0.004 now\n" in out
-    assert "2 steps are the same to the bit" in out
+    assert "2 steps are bitwise identical" in out
 
 
 def test_a_full_disk_leaves_the_steps_before(begun, monkeypatch, capsys):
@@ -359,11 +359,11 @@ def test_a_restart_by_torchrun_before_the_first_checkpoint_begins_anew(fails, tm
 def test_dropout_has_its_own_layout(data, tmp_path, checked):
     record = tmp_path / "record"
     train("--data", data, "--steps", 2, "--dropout", 0.1, "--record", record)
-    assert "2 steps are the same to the bit" in checked(record)[1]
-    assert "2 steps are the same" in checked(record, "--layouts", "pp2")[1]
+    assert "2 steps are bitwise identical" in checked(record)[1]
+    assert "2 steps match" in checked(record, "--layouts", "pp2")[1]
     code, _, error = checked(record, "--layouts", "dp2")
     assert code == 2
-    assert "dp2: the run has dropout" in error
+    assert "dp2: the run used dropout" in error
 
 
 def test_layouts_that_cant_be_are_refused_before_any_training(recorded, checked):
@@ -386,12 +386,12 @@ def test_weights_and_adapters_that_have_moved(data, tmp_path, checked):
     base.rename(tmp_path / "base2")
     error = checked(record)[2]
     assert "no directory" in error
-    assert "--load says where" in error
+    assert "with --load" in error
     lora.rename(tmp_path / "lora2")
-    assert "--lora-load says where" in checked(record, "--load", tmp_path / "base2")[2]
+    assert "with --lora-load" in checked(record, "--load", tmp_path / "base2")[2]
     moved = ("--load", tmp_path / "base2", "--lora-load", tmp_path / "lora2")
     _, out, error = checked(record, *moved)
-    assert "2 steps are the same to the bit" in out, error
+    assert "2 steps are bitwise identical" in out, error
     (change,) = (tmp_path / "lora2").glob("step_*")
     (change / "added").write_text("")
     assert "added (weights) is new" in checked(record, *moved)[1]
@@ -488,7 +488,7 @@ def test_the_main_job_at_pp_4_and_dp_2(tmp_path, checked):
     assert done.returncode == 0, done.stderr
     code, out, error = checked(tmp_path / "record", "--layouts", "pp4,dp2")
     assert code == 0, error
-    assert out.count("10 steps are the same") == 2
+    assert out.count("10 steps match") == 2
 
 
 def record_of(**others):

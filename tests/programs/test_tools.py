@@ -23,7 +23,7 @@ def test_plot_metrics_draws_a_png(tmp_path):
 def test_plot_metrics_tells_mistakes_in_one_line(tmp_path, capsys, monkeypatch):
     (tmp_path / "broken").write_text('{"step": 1, "loss": 2}\nnonsense\n')
     for arguments, message in {
-        (): "name at least one file of metrics (--help says how)",
+        (): "at least one metrics file is required (see --help)",
         ("--ouput", "x"): "unknown flag --ouput; did you mean --output? (--help lists all)",
         (tmp_path / "none",): f"{tmp_path}/none: No such file or directory",
         (tmp_path / "broken",): f"{tmp_path}/broken, line 2 is not a line of metrics",
@@ -42,13 +42,13 @@ def test_plot_schedule_draws_png_and_svg_and_tells_the_bubble(tmp_path, capsys, 
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     for arguments, message in {
         ("--pp", "0"): "pp, virtual-pp and microbatches must each be at least 1",
-        tuple("--pp 1 --virtual-pp 2".split()): "virtual-pp cuts the stages of a pipeline: "
+        tuple("--pp 1 --virtual-pp 2".split()): "virtual-pp above 1 needs a pipeline: "
         "use pp 2 or more",
         tuple(
             "--schedule zb-h1 --virtual-pp 2".split()
         ): "schedule zb-h1 supports one stage per rank: use virtual-pp 1, or schedule 1f1b",
         ("--output", "a.pdf"): "a.pdf must end in .png or .svg",
-        ("--cost", "1", "2"): "cost must be three times above 0: of F, I and W",
+        ("--cost", "1", "2"): "cost must be three numbers above 0: the times of F",
         ("--output", "/none/a.svg"): "can't write /none/a.svg: No such file or directory",
     }.items():
         code, _, error = run_main(plot_schedule, monkeypatch, capsys, *arguments)

@@ -301,6 +301,6 @@ def test_without_the_package_one_line_says_so(tmp_path, monkeypatch):
     (tmp_path / "wandb").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(
-        megazoo.UserError, match="--wandb needs the package wandb: install it, or leave --wandb out"
+        megazoo.UserError, match="--wandb needs the package wandb: install it, or remove --wandb"
     ):
         pretrain.main([*SMALL, "--steps", "1", "--wandb", "mine"])

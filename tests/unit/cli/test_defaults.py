@@ -82,7 +82,7 @@ def test_muon_on_loaded_weights_needs_a_rate(weights, monkeypatch, capsys):
     words = ("--load", weights, "--optimizer", "muon", "--steps", 1)
     code, _, error = run_main(pretrain, monkeypatch, capsys, *words)
     assert code == 2
-    assert "fine-tuning with Muon needs --muon-lr: its default for random weights, 2e-2" in error
+    assert "fine-tuning with Muon needs --muon-lr: the default for random weights, 2e-2" in error
     assert run_main(plan, monkeypatch, capsys, *words)[0] == 0
     assert settings(*words, "--muon-lr", 1e-3).options.optimizer.muon_lr == 1e-3
     assert settings("--optimizer", "muon").options.optimizer.muon_lr == 2e-2
@@ -193,4 +193,4 @@ def test_a_dry_run_of_a_classifier_says_that_it_has_no_plan(monkeypatch, capsys,
     (tmp_path / "c.jsonl").write_text('{"text": "a", "label": 1}\n')
     words = ("--num-labels", 2, "--data", tmp_path / "c.jsonl", "--dry-run")
     code, out, _ = run_main(pretrain, monkeypatch, capsys, *words)
-    assert (code, out.splitlines()[-1]) == (0, "no plan: classifiers are not planned")
+    assert (code, out.splitlines()[-1]) == (0, "no plan: classifiers are not supported")

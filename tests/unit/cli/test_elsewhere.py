@@ -34,7 +34,7 @@ def test_what_needs_no_flag_is_said_with_its_reason():
         assert mentioned <= FLAGS, theirs
         with pytest.raises(UserError) as error:
             parse_flags(Options, [f"--{theirs}"], "")
-        assert f"unknown flag --{theirs}; leave it out: {reason}" in str(error.value)
+        assert f"unknown flag --{theirs}; omit it: {reason}" in str(error.value)
 
 
 def test_all_unknown_flags_of_a_line_are_named_at_once(tmp_path):
@@ -43,7 +43,7 @@ def test_all_unknown_flags_of_a_line_are_named_at_once(tmp_path):
         parse_flags(Options, line.split(), "")
     start, *hints, end = str(error.value).split("; ")
     assert start == "unknown flags: --tensor-model-parallel-size: write --tp instead"
-    assert hints[0].startswith("--swiglu: leave it out: the model's family")
+    assert hints[0].startswith("--swiglu: omit it: the model's family")
     assert hints[1:] == ["--hiden-size: did you mean --hidden-size?", "--xqzw"]
     assert end == "--train-iters: write --steps instead (--help lists all)"
     (tmp_path / "run.toml").write_text("train_iters = 5\nhiden_size = 4\n")

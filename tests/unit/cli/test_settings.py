@@ -146,25 +146,26 @@ BAD_INPUT = {
         "use at most that, or a larger --max-positions"
     ),
     "--vocab-size 100": (
-        "vocab-size 100 is smaller than the 257 of the tokenizer byte: give --vocab-size 257"
+        "vocab-size 100 is smaller than the 257 of the tokenizer byte: use --vocab-size 257"
     ),
     "--hiden-size 64": "unknown flag --hiden-size; did you mean --hidden-size? (--help lists all)",
     "--preset gpt2-xll": "unknown model or preset 'gpt2-xll'; did you mean gpt2-xl?",
     "--model bert": "unknown model or preset 'bert'; `megazoo models` lists the presets of gpt2",
     "--tp two": "--tp is 'two': it must be an int",
     "--lr x": "--lr is 'x': it must be a number",
-    "--dtype float8": "--dtype is 'float8': there are float32, bfloat16, float16",
-    "--zero 2": "--zero is '2': there are 0, 1",
-    "--sequence-parallel=maybe": "--sequence-parallel is 'maybe': there are True, False",
+    "--dtype float8": "--dtype is 'float8': use one of float32, bfloat16, float16",
+    "--zero 2": "--zero is '2': use one of 0, 1",
+    "--sequence-parallel=maybe": "--sequence-parallel is 'maybe': use one of True, False",
     "--profile-steps 1": "--profile-steps needs 2 values",
     "--lr nan": "lr nan must be 0 or more",
-    "--lr 1e-4 --min-lr 1e-3": "min-lr 0.001 exceeds lr 0.0001: give both",
-    "--warmup-steps 500": "warmup-steps 500 exceeds the 400 steps of the schedule: use less",
+    "--lr 1e-4 --min-lr 1e-3": "min-lr 0.001 exceeds lr 0.0001: set both",
+    "--warmup-steps 500": "warmup-steps 500 exceeds the 400 steps of the learning-rate "
+    "schedule: use fewer",
     "--dropout 1": "dropout 1.0 must be below 1",
     "--schedule 2f2b": "unknown schedule '2f2b': there are gpipe, 1f1b, zb-h1",
     "--steps": "--steps needs a value",
-    "stray": "unexpected stray: it belongs to no flag (--help lists all)",
-    "--compile x": "unexpected x: it belongs to no flag (--help lists all)",
+    "stray": "unexpected argument stray: it does not belong to a flag (see --help)",
+    "--compile x": "unexpected argument x: it does not belong to a flag (see --help)",
     "--profile-steps a b": "--profile-steps is ['a', 'b']: it must be whole numbers",
     "--preset Qwen/Qwen3-1B": "unknown model or preset 'Qwen/Qwen3-1B'; to load a model of "
     "the Hugging Face hub with its weights, use --load Qwen/Qwen3-1B or megazoo.from_pretrained(",
@@ -215,7 +216,7 @@ BAD_INPUT = {
     f"--ffn-size {10**9}": "ffn_size 1000000000 must be at most 16777216",
     f"--tp {10**9}": "tp 1000000000 must be at most 65,536",
     "--data-workers 100000": "data-workers 100000 must be at most 1,000",
-    "--chat-template hello": "chat-template 'hello' must be Jinja, or have {content} once; it may",
+    "--chat-template hello": "chat-template 'hello' must be Jinja, or contain {content} once",
 }
 
 
@@ -336,7 +337,7 @@ def test_what_has_changed_of_the_samples_is_told():
 def test_data_that_a_checkpoint_names_is_told():
     for before, given, note in [
         ("stdlib", [], None),
-        ("a.jsonl", [], "data: a.jsonl, as the checkpoint says"),
+        ("a.jsonl", [], "data: a.jsonl, from the checkpoint"),
         ("a.jsonl", ["--data", "b"], "data: b; the checkpoint's run had a.jsonl"),
         ("stdlib", ["--data", "b"], "data: b; the checkpoint's run had stdlib"),
         ("a.jsonl", ["--mock-data"], "data: mock; the checkpoint's run had a.jsonl"),

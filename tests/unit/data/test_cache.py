@@ -107,9 +107,9 @@ LINES = {
         {"prompt": "a", "completion": "b"},
         {"prompt": "a"},
     ],
-    "a.jsonl, line 1: it has neither text, nor prompt and completion, nor messages": [{"txt": "a"}],
-    "a.jsonl, line 1: no JSON object": [["text"]],
-    "a.jsonl, line 2: messages is no list": [
+    "a.jsonl, line 1: it needs text, or prompt and completion, or messages": [{"txt": "a"}],
+    "a.jsonl, line 1: not a JSON object": [["text"]],
+    "a.jsonl, line 2: messages is not a list": [
         {"messages": [dict(role="assistant", content="b")]},
         {"messages": 3},
     ],
@@ -127,16 +127,14 @@ def test_a_line_without_its_key_is_told_with_its_number(tmp_path):
 def test_a_directory_that_can_not_be_written_is_told(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", {"text": "a"})
     tmp_path.chmod(0o500)
-    with pytest.raises(
-        UserError, match=r"can't be kept beside it, .*: Permission denied; tools/preprocess_data.py"
-    ):
+    with pytest.raises(UserError, match=r"can't be written to .*: Permission denied; use"):
         open_all(path)
 
 
 def test_a_file_where_the_tokens_should_be_is_told(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", {"text": "a"})
     (tmp_path / "a.jsonl.tokens").touch()
-    with pytest.raises(UserError, match="can't be kept beside it"):
+    with pytest.raises(UserError, match="can't be written to"):
         open_all(path)
 
 

@@ -91,9 +91,9 @@ MISTAKES = {
     "no text under 'prompt'": {"completion": "a"},
     "the completion is empty": {"prompt": "a", "completion": ""},
     "a message has no role or no content": {"messages": [{"role": "user"}]},
-    "messages is no list": {"messages": {}},
+    "messages is not a list": {"messages": {}},
     "nothing to learn: no words of the assistant": {"messages": [message("user", "a")]},
-    "'a<|im_end|>' has a special token's name in it": {
+    "'a<|im_end|>' contains the name of a special token": {
         "messages": [message("assistant", "a<|im_end|>")]
     },
 }

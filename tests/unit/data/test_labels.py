@@ -110,7 +110,7 @@ def test_batches_are_padded_with_the_pad_token_and_replicas_have_their_rows(tmp_
             assert batch["labels"].dtype == batch["input_ids"].dtype == torch.int64
             assert Batches(blend, 10, ctx, PAD).tokens(0) == sum(map(len, wanted))
     cut = sum(len(expected_ids(row, 999)) > seq_length for row in rows)
-    told = f"{path}: {cut} rows are longer than seq-length {seq_length} and are cut"
+    told = f"{path}: {cut} rows are longer than seq-length {seq_length} and are truncated"
     assert said == ([told] if cut else [])
     with pytest.raises(UserError, match="rows need a pad_token_id"):
         Batches(blend, 10, ParallelContext())(0)
@@ -141,7 +141,7 @@ def test_labels_come_back(tmp_path, monkeypatch, tokenizer):
 
 BAD = {
     "no JSON": (TWO, "nonsense", "Expecting value"),
-    "a list": (TWO, "[1]", "no JSON object"),
+    "a list": (TWO, "[1]", "not a JSON object"),
     "no label": (TWO, '{"text": "a"}', "it has no label"),
     "no text": (TWO, '{"label": 1}', "no text under 'text'"),
     "a text that is a number": (TWO, '{"text": 3, "label": 1}', "no text under 'text'"),

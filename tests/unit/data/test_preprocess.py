@@ -229,7 +229,7 @@ def test_bad_lines_are_counted_and_told_with_their_numbers(
     arguments = ["--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "a", "--workers", 2]
     code, told, errors = run(monkeypatch, capsys, *arguments)
     assert code == 0
-    assert "left out 3 lines without text" in told
+    assert "skipped 3 lines without text" in told
     for number, reason in {
         4: "Expecting property name",
         18: "no text under 'text'",
@@ -270,7 +270,7 @@ def test_mistakes_are_told_in_one_line(tmp_path, monkeypatch, capsys):
         (out, source, ["--tokenizer", "bpe"], 2, "unknown tokenizer 'bpe'"),
         (out, source, ["--workers", 0], 2, "workers 0 must be at least 1"),
         (out, source, ["--json-keys", "a", "a"], 2, "json-keys must be different"),
-        (there, source, [], 2, "--overwrite replaces them"),
+        (there, source, [], 2, "use --overwrite to replace them"),
         (out, tmp_path / "broken.jsonl.gz", [], 1, "broken.jsonl.gz can't be read: "),
         (out, tmp_path / "broken.jsonl.zst", [], 1, "broken.jsonl.zst can't be read: "),
         (out, tmp_path / "cut.jsonl.zst", [], 1, "cut.jsonl.zst can't be read: Compressed file en"),
@@ -281,7 +281,7 @@ def test_mistakes_are_told_in_one_line(tmp_path, monkeypatch, capsys):
         assert (got, told.count("\n"), message in told) == (code, 1, True), told
     code, _, told = run(monkeypatch, capsys)
     assert (code, told.count("\n")) == (2, 1)
-    assert "give --input and --output-prefix" in told
+    assert "--input and --output-prefix are required" in told
 
 
 def test_a_byte_order_mark_is_no_text(tmp_path):

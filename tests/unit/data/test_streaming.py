@@ -187,7 +187,7 @@ def test_what_cannot_be_streamed_gets_one_line(tmp_path, monkeypatch):
         open_all(tmp_path / "broken.parquet", split="1,0").training.samples(0, 1)
     with pytest.raises(UserError, match=r"must end in \.parquet or \.jsonl"):
         check_data([f"stream:{tmp_path}/a.txt"], "95,5")
-    with pytest.raises(UserError, match=r"no-\*\.parquet': there is no such file"):
+    with pytest.raises(UserError, match=r"no-\*\.parquet': no such file"):
         check_data([f"{tmp_path}/no-*.parquet"], "95,5")
     with pytest.raises(UserError, match=r"no documents for this part of --split"):
         open_all(f"stream:{tmp_path}/few.jsonl", split="95,5").validation.samples(0, 1)

@@ -139,7 +139,7 @@ def test_the_three_kinds_of_batches():
 
 
 MISTAKES = {
-    "": "give one of --model, --preset and --load",
+    "": "use exactly one of --model, --preset and --load",
     "--model gpt2 --layouts tp2,x": "unknown layout 'x'",
     "--model gpt2 --layouts tp3": "tp3: ",
     "--model gpt2 --layouts dp5": "dp5: dp 5 must divide the 24 rows of the check",

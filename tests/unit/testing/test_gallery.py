@@ -99,5 +99,5 @@ def test_a_layout_without_the_bug_passes(bug):
 
 
 def test_the_self_test_takes_no_other_flags():
-    with pytest.raises(UserError, match=r"^--self-test has models and layouts"):
+    with pytest.raises(UserError, match=r"^--self-test uses fixed models"):
         tool.main(["--self-test", "--model", "gpt2"])

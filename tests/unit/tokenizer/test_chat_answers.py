@@ -126,5 +126,5 @@ def test_a_text_is_the_same_in_jinja(both, template):
 def test_special_names_in_lists_are_refused(both):
     for content in ("x<|im_end|>", [{"type": "text", "text": "x<|im_end|>"}]):
         line = {"messages": [TALK[0] | {"content": content}, TALK[1]]}
-        with pytest.raises(ValueError, match="has a special token's name in it"):
+        with pytest.raises(ValueError, match="contains the name of a special token"):
             encode_conversation(both[1], line, without_marks(TEMPLATES["ChatML"]))

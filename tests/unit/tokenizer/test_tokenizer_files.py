@@ -206,13 +206,13 @@ def test_the_training_tool_tells_mistakes_in_one_line(tmp_path, capsys, monkeypa
     out, short, none = tmp_path / "out", tmp_path / "short", tmp_path / "none"
     picture, text = ROOT / "docs" / "loss.png", ROOT / "README.md"
     for arguments, code, message in [
-        ([], 2, "name the --output directory (--help says how)"),
+        ([], 2, "--output is required: the directory to write"),
         (["--output", out, "--input", none], 2, f"--input {none}: No such file or directory"),
         (["--output", out, "--input", picture], 2, f"--input {picture} is not UTF-8"),
         (
             ["--output", out, "--vocab-size", 259],
             2,
-            "vocab-size 259 must be more than 259: the bytes and special tokens",
+            "vocab-size 259 must be more than 259: the number of byte and special tokens",
         ),
         (
             ["--output", out, "--input", short],
