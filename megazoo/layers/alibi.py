@@ -99,7 +99,12 @@ class ALiBi:
         """Return the bias, as alibi_bias.
 
         Args:
-            queries, keys, dtype, device, mask, position: see alibi_bias.
+            queries: see alibi_bias.
+            keys: see alibi_bias.
+            dtype: see alibi_bias.
+            device: see alibi_bias.
+            mask: see alibi_bias.
+            position: see alibi_bias.
             heads: a subset of the heads; default: all of them.
         """
         what, heads = (queries, keys, dtype, device), self.heads if heads is None else heads

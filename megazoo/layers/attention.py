@@ -76,10 +76,11 @@ class CausalSelfAttention(Layer):
         clip_qkv: bound on the absolute values of queries, keys and values, or None.
         window: number of tokens that a query attends to, including itself; None: all tokens up to
             itself.
-        q_norm, k_norm: modules that normalise queries and keys before the rotary embedding, [batch,
-            sequence, this rank's heads, head_size] -> the same shape. Because heads differ between
-            tp ranks, use RMSNorm(head_size, parallel=True), which normalises each head separately,
-            or HeadwiseLayerNorm, which normalises all heads together.
+        q_norm: module that normalises queries before the rotary embedding, [batch, sequence, this
+            rank's heads, head_size] -> the same shape. Because heads differ between tp ranks, use
+            RMSNorm(head_size, parallel=True), which normalises each head separately, or
+            HeadwiseLayerNorm, which normalises all heads together.
+        k_norm: the same for keys.
         bias: whether both projections have biases.
         output_bias: whether the output projection has a bias; default: bias.
         std: standard deviation of the initial weights of the QKV projection.

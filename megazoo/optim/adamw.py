@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -72,7 +73,7 @@ class AdamW(ModelOptimizer):
 
     def __init__(
         self,
-        model,
+        model: Any,
         lr: float = 3e-4,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,

@@ -3,6 +3,7 @@ AdamW for all other parameters."""
 
 import math
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ from megazoo.errors import UserError, check_number
 from megazoo.optim.adamw import AdamW
 from megazoo.optim.base import MASTER, MOMENTUM
 from megazoo.optim.clip import check_model, element_range
+from megazoo.optim.loss_scale import LossScale
 from megazoo.optim.newton_schulz import cost_of, orthogonalised
 from megazoo.optim.whole_matrices import Matrix, WholeMatrices
 from megazoo.parallel.buckets import GradientBuckets
@@ -69,7 +71,7 @@ class Muon(AdamW):
 
     def __init__(
         self,
-        model,
+        model: Any,
         lr: float = 2e-2,
         momentum: float = 0.95,
         nesterov: bool = True,
@@ -79,7 +81,7 @@ class Muon(AdamW):
         *,
         adamw: dict | None = None,
         zero: int = 0,
-        loss_scale=None,
+        loss_scale: LossScale | None = None,
         ns_dtype: str = "auto",
     ):
         check_model(model, f"{type(self).__name__}(model, lr=...)")

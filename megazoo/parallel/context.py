@@ -274,11 +274,17 @@ class ParallelContext(ShortNames):
         processes.
 
         Args:
-            tp, pp, dp, cp: sizes of the axes.
+            tp: tensor-parallel size.
+            pp: pipeline-parallel size.
+            dp: data-parallel size.
+            cp: context-parallel size.
+            cp_method: the context_parallel_method of `from_torch`.
             rank: the rank.
+            sequence_parallel: as in `from_torch`.
             virtual: number of stages per rank.
-            cp_method, sequence_parallel, placement, stage_layers, folded: as in `from_torch`
-                (cp_method: its context_parallel_method).
+            placement: as in `from_torch`.
+            stage_layers: as in `from_torch`.
+            folded: as in `from_torch`.
 
         Raises:
             UserError: The world has no such rank, or stages or axes are invalid.
