@@ -55,8 +55,8 @@ class Freezing(nn.Module):
         Call it before the optimizer is created.
 
         Args:
-            pattern: a regular expression that is searched in the names, such as "head|norm" or
-                "layers[.](10|11)[.]". A text that is not a regular expression, such as "*norm*", is
+            pattern: a regular expression that is searched in the names, such as `head|norm` or
+                `layers[.](10|11)[.]`. A text that is not a regular expression, such as `*norm*`, is
                 a glob that must match the complete name.
 
         Returns:
