@@ -188,7 +188,7 @@ def train(run: Run, model: Model, optimizer: AdamW, data: Data, recorder: Record
 
 
 def evaluate(run: Run, model: Model, batches: Batches) -> tuple[float, dict[str, float]]:
-    """Return the mean loss over --eval-steps batches, and a classifier's measures by name.
+    """Return the mean loss over --eval-steps batches, and the measures of a classifier.
 
     The loss is in nats per labelled token; for a classifier, it is the mean over the rows.
     """

@@ -133,7 +133,7 @@ def typed_settings(kind: type, settings: dict, origin: str, *, words: bool = Fal
 
     Args:
         kind: Dataclass of the settings.
-        settings: Values by name.
+        settings: Values, with their names as keys.
         origin: Name of the file, for errors.
         words: Whether a text may also stand for a number.
 

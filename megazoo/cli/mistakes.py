@@ -60,7 +60,7 @@ def tell_bug(error: Exception) -> None:
 
 
 def _user_file(trace: TracebackType | None) -> str | None:
-    """Return the last file of --import in a traceback; None if there is none."""
+    """Return the last file of --import in a traceback; None without one."""
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace)]
     return next((file for file in reversed(files) if file in user_files), None)
 

@@ -25,7 +25,7 @@ class Prompt(NamedTuple):
 def read_prompts(file: Path, *, alone: bool = False) -> list[Prompt]:
     """Read the prompts of a text file, one per line, or `prompt` of each line of a JSONL file.
 
-    alone: only this rank reads the file; it may be a pipe. UserError if there is no prompt.
+    `alone`: whether only this rank reads the file; it may be a pipe. UserError without a prompt.
     """
     if file.suffix == ".jsonl":
         prompts = []
@@ -45,7 +45,7 @@ def read_prompts(file: Path, *, alone: bool = False) -> list[Prompt]:
 def read_messages(file: Path, *, alone: bool = False) -> list[dict]:
     """Read the objects of a JSONL file, each with at least one message in `messages`.
 
-    alone: only this rank reads the file; it may be a pipe. UserError if there are no messages.
+    `alone`: whether only this rank reads the file; it may be a pipe. UserError without messages.
     """
     lines = []
     for number, line in _objects(file, alone):

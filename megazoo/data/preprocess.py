@@ -65,7 +65,7 @@ class CorpusProgress:
 
 
 def input_files(paths: list[Path]) -> tuple[str, ...]:
-    """Return the input files, including those in folders, ordered by name.
+    """Return the input files, including those in folders, in the order of their names.
 
     Token files in a folder are skipped: their raw bytes could be read as text. UserError if a file
     does not exist, or a folder has no files.
