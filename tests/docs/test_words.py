@@ -29,7 +29,7 @@ PATTERNS = {
     r"no longer|until lately|came after|once was": "describe what is, not what was",
     r"in all|at once|in turn|by turns|take turns": "total, immediately, together, alternately",
     r"lies?|lay": "is stored, is located",
-    r"by name": "with an error that names it",
+    r"(?:refused|named|told|listed) by name": "with an error that names it",
     r"go(?:es)? by": "use",
     r"whatever|whoever": "regardless of; any",
     r"anew|alike|likewise|lately|all the same|for want of": "again, the same, also",
