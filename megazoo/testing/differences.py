@@ -86,9 +86,8 @@ def find_differences(model: Any, reference: Reference, tolerance: float) -> Find
     if reference.gradients:
         with without_dropout(model), warnings.catch_warnings():
             warnings.simplefilter("ignore", Advice)  # the advice about training without dropout
-            for out in model.microbatches(
-                reference.input_ids, **batch
-            ):  # unlike train_batch, no dropout
+            # microbatches: train_batch would apply dropout
+            for out in model.microbatches(reference.input_ids, **batch):
                 out.loss.backward()
         found.gradients = parameter_distances(gradients_of(model), reference.gradients, model)
     return found

@@ -11,22 +11,12 @@ from megazoo.parallel.sequence import SequenceCut, padded_length
 def part_of(
     whole: torch.Tensor, ours: torch.Tensor, module: Any, dim: int, ctx: ParallelContext
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return a module's input or output on this rank, and the matching part of the full tensor,
-    without sequence padding.
+    """Return a module's input or output on this rank (`ours`), and the matching part of the full
+    tensor (`whole`), without sequence padding. None if the part is unknown.
 
     The part can be the full tensor, the rank's part of the sequence, or the features of the rank's
-    shard of the weight.
-
-    Args:
-        whole: Tensor in one process: [rows, sequence, features] or [rows, sequence, heads, head
-            size].
-        ours: Tensor on this rank.
-        module: The module.
-        dim: Dimension of the weight: 1 for an input, 0 for an output.
-        ctx: The parallel context.
-
-    Returns:
-        The pair of tensors, or None if the part is unknown.
+    shard of the weight. `whole` is [rows, sequence, features] or [rows, sequence, heads, head
+    size]. `dim` is the dimension of the weight: 1 for an input, 0 for an output.
     """
     if whole.shape == ours.shape:
         return ours, whole

@@ -207,14 +207,8 @@ def _twins(ours: nn.Module, reference: nn.Module, names: dict) -> dict[str, Twin
 def _by_our_names(
     theirs: dict[str, torch.Tensor], ours: Any, twins: dict
 ) -> dict[str, torch.Tensor]:
-    """Return the reference's parameters or gradients by the model's names, for all modules with a
-    twin.
-
-    Args:
-        theirs: Tensors by the reference's names.
-        ours: The model.
-        twins: Twins by the names of the model's modules.
-    """
+    """Convert the reference's parameters or gradients from its names to the model's, for all
+    modules with a twin."""
     weights = {}
     for entry in ours.entries():
         module, _, kind = entry.name.rpartition(".")
