@@ -80,8 +80,8 @@ def tokenizer_files_of(metadata: dict[str, Any]) -> dict[str, bytes]:
     """Convert the metadata of a GGUF file to Hugging Face tokenizer files.
 
     Returns:
-        The contents of tokenizer.json and its settings files, by name. Empty if there is no
-            tokenizer.
+        The contents of tokenizer.json and its settings files, keyed by file name. Empty if the
+            metadata contains no tokenizer.
 
     Raises:
         UserError: The kind of tokenizer is not supported.

@@ -171,8 +171,8 @@ def tied_gradient_of_one_stage():
     link="https://github.com/NVIDIA/Megatron-LM/issues/844",
 )
 def tied_gradient_after_sharing():
-    """The gradient of a tied embedding is reduce-scattered over replicas before it is summed
-    between the stages."""
+    """The gradient of a tied embedding is reduced over the replicas before it is summed between the
+    stages."""
 
     def make(init):
         def initialised(self, parameters, ctx, bucket_elements=None, late=(), **options):
