@@ -76,7 +76,7 @@ def main(arguments: list[str]) -> None:
     if options.picture:
         if options.case != "scaling":
             raise UserError("--picture draws the curves of scaling: name that case")
-        picture.pyplot()  # or refuse, before anything is measured
+        picture.pyplot()  # raises before the measurements if matplotlib is missing
     setup = Setup(options.pairs, options.gigabytes, options.directory)
     print(f"{machine()}\n")
     if options.case == "scaling":
@@ -89,7 +89,7 @@ def main(arguments: list[str]) -> None:
 
 
 def compare(case: str, setup: Setup) -> list[dict]:
-    """Print the table of a case, or of all, and return the results as values for JSON."""
+    """Print the table of a case, or of all cases, and return the results as values for JSON."""
     cases = [case]
     if case == "all":
         cases = [each for each in CASES if each not in ("gpu", "scaling")]
@@ -106,7 +106,7 @@ def compare(case: str, setup: Setup) -> list[dict]:
 
 
 def grow(setup: Setup, file: Path | None) -> list[dict]:
-    """Print the tables of `scaling`, draw it in a file, and return the curves as values for
+    """Print the tables of `scaling`, draw them in a file, and return the curves as values for
     JSON."""
     from benchmarks.cases import scaling
 
@@ -124,7 +124,7 @@ def grow(setup: Setup, file: Path | None) -> list[dict]:
 
 
 def machine() -> str:
-    """Say what the numbers were measured on."""
+    """Describe the machine."""
     info = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     cpus = [line.partition(":")[2].strip() for line in info if line.startswith("model name")]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30

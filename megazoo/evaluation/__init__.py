@@ -1,4 +1,4 @@
-"""Evaluation: losses of texts, how likely a model finds continuations, and classified rows."""
+"""Evaluation: losses of texts, log-likelihoods of continuations, and classification of rows."""
 
 from typing import TYPE_CHECKING
 
@@ -9,7 +9,7 @@ from megazoo.lazy import lazy_attributes
 if TYPE_CHECKING:
     from megazoo.evaluation.harness import HarnessModel as HarnessModel
 
-# It needs an extra, without which `import *` works all the same: so it is not in __all__.
+# HarnessModel needs an extra. It is not in __all__, so that `import *` works without the extra.
 __getattr__, __dir__ = lazy_attributes(__name__, {"HarnessModel": "megazoo.evaluation.harness"})
 
 __all__ = [

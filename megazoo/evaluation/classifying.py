@@ -1,4 +1,5 @@
-"""Rows are classified in every layout: their logits, and how many predictions are right."""
+"""Evaluation of classifiers in any parallel layout: logits of rows, and counts of correct
+predictions."""
 
 from typing import Any, NamedTuple
 
@@ -16,9 +17,15 @@ from megazoo.parallel.failure import on_all_ranks
 
 
 class Tally(NamedTuple):
-    """Counts of rows with labels: rows, right, how many were predicted as they are; and of label 1
-    of several, in how many rows it was predicted, in how many it is the label, and in how many
-    both."""
+    """Counts of labelled rows.
+
+    Attributes:
+        rows: Number of rows.
+        right: Rows with a correct prediction.
+        predicted: Rows for which label 1 is predicted (single-label classification).
+        labelled: Rows whose label is 1.
+        both: Rows for which label 1 is predicted and correct.
+    """
 
     rows: int = 0
     right: int = 0
@@ -31,29 +38,43 @@ class Tally(NamedTuple):
 
     @property
     def accuracy(self) -> float:
-        """The share of the rows that are right; of no rows 0."""
+        """The fraction of rows with a correct prediction; 0 without rows."""
         return self.right / max(self.rows, 1)
 
     @property
     def f1(self) -> float:
-        """The harmonic mean of label 1's precision and recall; 0 if it is neither predicted nor
-        there."""
+        """The harmonic mean of precision and recall of label 1; 0 if label 1 occurs neither in
+        labels nor in predictions."""
         return 2 * self.both / max(self.predicted + self.labelled, 1)
 
 
 def predictions(logits: torch.Tensor, problem: str) -> torch.Tensor:
-    """Return what logits [rows, labels] predict, by the problem_type: int64 [rows], the label with
-    the largest; int64 [rows, labels], 1 for those above 0; or, of a regression, the logits."""
+    """Convert logits to predictions.
+
+    Args:
+        logits: [rows, labels].
+        problem: The problem_type of the model's config.
+
+    Returns:
+        For a single label, int64 [rows]: the label with the largest logit. For several labels,
+            int64 [rows, labels]: 1 where the logit is above 0. For a regression, the logits.
+    """
     if problem == "single_label_classification":
         return logits.argmax(dim=-1)
     return logits if problem == "regression" else (logits > 0).long()
 
 
 def tally(logits: torch.Tensor, labels: torch.Tensor, problem: str | None) -> torch.Tensor:
-    """Return the numbers of a `Tally`, fp64 [5]: 0 of a regression, whose loss tells all.
+    """Count correct predictions.
 
-    logits: [rows, labels]. labels: as a classifier takes them, none of them -100. A row of several
-    labels is right if all of them are. problem: the problem_type, or None.
+    Args:
+        logits: [rows, labels].
+        labels: Labels as a classifier takes them, without -100.
+        problem: The problem_type, or None to derive it from the labels.
+
+    Returns:
+        The fields of a `Tally`, fp64 [5]. All are 0 for a regression, which is measured by its
+            loss. A row of several labels counts as right if all its labels are right.
     """
     problem = problem_of(labels, logits.shape[-1], problem)
     found = predictions(logits, problem)
@@ -79,15 +100,22 @@ def evaluate_rows(
     *,
     num_microbatches: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor, Tally]:
-    """Return a classifier's mean loss over the labels of the global batch, how many they are, both
-    as `Model.eval_batch` does, and the tally of its predictions, the same on every rank.
+    """Evaluate a classifier on a batch.
 
-    Arguments: as there.
+    Args:
+        model: The classifier.
+        input_ids: int64 [batch, sequence]; needed on the first stage.
+        labels: Labels as `Model.eval_batch` takes them; needed on the last stage.
+        num_microbatches: Number of micro-batches; it must divide the batch.
+
+    Returns:
+        The mean loss over the labels of the global batch, the number of labels, and the tally of
+            predictions. All are the same on every rank.
     """
     problem, width, ctx = model.config.problem_type, len(Tally._fields), model.ctx
 
     def counted(outputs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        """Return the tally of a micro-batch: fp64 [1, 5]."""
+        """Return the tally of a micro-batch, fp64 [1, 5]."""
         assert batch.targets is not None
         return tally(model.output_head.full_outputs(outputs, batch), batch.targets, problem)[None]
 
@@ -105,12 +133,22 @@ def evaluate_rows(
 @torch.no_grad()
 @on_all_ranks
 def classify(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
-    """Return a classifier's logits of rows, fp64 [rows, num_labels].
+    """Return a classifier's logits.
 
-    input_ids: int64 [rows, sequence], padded on the right with the config's pad_token_id. Call it
-    with the same rows on every rank of a replica. Replicas with the same rows share them, and each
-    gets the logits of all; with rows of its own, each gets theirs. Raises UserError for a language
-    model, as `Model.forward` does, and if the logits are no numbers.
+    Call it with the same rows on every rank of a replica. If all replicas pass the same rows, the
+    rows are divided among the replicas, and every rank gets all logits. Replicas that pass
+    different rows get the logits of their rows.
+
+    Args:
+        model: The classifier.
+        input_ids: int64 [rows, sequence], padded on the right with the config's pad_token_id.
+
+    Returns:
+        The logits, fp64 [rows, num_labels].
+
+    Raises:
+        UserError: The model is a language model, the logits are not finite, or an argument is
+            invalid (as in `Model.forward`).
     """
     if not model.config.num_labels:
         raise UserError("a language model does not classify: it has no num_labels")

@@ -1,4 +1,4 @@
-"""A model answers lm-evaluation-harness in any layout: give `HarnessModel` to
+"""lm-evaluation-harness for models in any parallel layout: pass a `HarnessModel` to
 `lm_eval.simple_evaluate`."""
 
 from collections.abc import Callable, Sequence
@@ -25,22 +25,28 @@ try:
 except ImportError as error:
     raise UserError(f"lm_eval can't be imported: {error} (pip install 'megazoo[eval]')") from error
 
-# Of generation_config.json these hold where a task does not say otherwise.
+# Settings of generation_config.json that are used unless a task overrides them.
 SAVED = ("top_k", "top_p", "repetition_penalty", "no_repeat_ngram_size")
 
 
 @register_model("megazoo")
 class HarnessModel(TemplateLM):
-    """Answers the harness's requests as its HFLM does with its default options and one request at a
-    time, whatever the layout.
+    """Answers requests of the harness in any parallel layout.
 
-    Make the same calls on every rank: each tells the harness that it is the only one, and gets all
-    answers. batch_size: requests that are answered together, the longest first. max_length: tokens
-    that the model is given at once; by default its max_positions. max_gen_toks: how many it
-    generates where a task does not say.
+    The answers are those of the harness's HFLM with default options and a batch size of 1. Make the
+    same calls on every rank. Each rank acts as the harness's only rank and gets all answers. A
+    context that is too long is truncated on the left.
 
-    A context that is too long loses its beginning. UserError for a continuation without a token, or
-    with more than max_length; and for max_gen_toks that leave no room for a prompt.
+    Args:
+        model: A language model.
+        tokenizer: Its tokenizer.
+        batch_size: Requests per batch; the longest requests are answered first.
+        max_length: Maximum number of input tokens; by default the model's max_positions.
+        max_gen_toks: Number of tokens to generate if the task does not set it.
+
+    Raises:
+        UserError: A continuation is empty or longer than max_length, or max_gen_toks leaves no room
+            for a prompt.
     """
 
     def __init__(
@@ -66,36 +72,45 @@ class HarnessModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int | None:
-        """The token that ends a text."""
+        """The token that ends a text, or None."""
         return self.tokenizer.eos_token_id
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text without a context: bos, or else eos."""
+        """The token before a text without context: bos, otherwise eos."""
         return first_token(self.tokenizer)
 
     @property
     def tokenizer_name(self) -> str:
-        """The name by which the harness keeps requests that have gone through a chat template."""
+        """The name under which the harness caches requests that a chat template was applied to."""
         return str(self.tokenizer.source).replace("/", "__")
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        """Return the ids of a text. add_special_tokens: None for those that the tokenizer usually
-        puts around it, unless it begins with the prefix token already."""
+        """Return the ids of a text.
+
+        Args:
+            string: The text.
+            add_special_tokens: By default special tokens are added unless the text begins with the
+                prefix token.
+        """
         if add_special_tokens is None:
             prefix = self.tokenizer.decode([self.prefix_token_id])
             add_special_tokens = not (prefix and string.startswith(prefix))
         return self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
 
     def loglikelihood(self, requests: list, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Return for each (context, continuation) the continuation's log-likelihood, and whether it
-        is the greedy one."""
+        """Return the log-likelihood of each continuation, and whether greedy decoding produces it.
+
+        Args:
+            requests: Requests with the arguments (context, continuation).
+            disable_tqdm: Ignored.
+        """
         for request in requests:
             if not request.args[1]:
                 raise UserError(f"the continuation of {brief(request.args[0])} is empty")
-        return super().loglikelihood(requests, disable_tqdm=True)  # the bar is ours
+        return super().loglikelihood(requests, disable_tqdm=True)  # _answered shows a bar
 
     def _loglikelihood_tokens(self, requests: list, **_: Any) -> list[tuple[float, bool]]:
         rows = []
@@ -105,14 +120,20 @@ class HarnessModel(TemplateLM):
                     f"the continuation {brief(continuation)} has {len(scored)} tokens of its own: "
                     f"from 1 to {self.max_length} can be scored"
                 )
-            # of a context of spaces alone, all of it belongs to the continuation
+            # a context of spaces only is scored as part of the continuation
             ids = [*(before or [self.prefix_token_id]), *scored][-self.max_length - 1 :]
             rows.append((ids, len(ids) - len(scored)))
         return self._scored(rows)
 
     def loglikelihood_rolling(self, requests: list, disable_tqdm: bool = False) -> list[float]:
-        """Return the log-likelihood of each text: of all its tokens, each predicted once, from the
-        window of max_length tokens that it is in."""
+        """Return the log-likelihood of each text.
+
+        Each token is predicted once, in windows of max_length tokens.
+
+        Args:
+            requests: Requests with the argument (text,).
+            disable_tqdm: Ignored.
+        """
         rows, owners = [], []
         for owner, request in enumerate(requests):
             ids = [self.prefix_token_id, *self.tok_encode(request.args[0])]
@@ -125,11 +146,15 @@ class HarnessModel(TemplateLM):
         return sums
 
     def generate_until(self, requests: list, disable_tqdm: bool = False) -> list[str]:
-        """Return what the model writes after each context, up to the first of its `until`, to the
-        end of a text, or to max_gen_toks tokens.
+        """Generate a text after each context.
 
-        temperature, do_sample, top_k and others of `Model.generate` are heeded. Draws follow from
-        torch's seed, which `simple_evaluate` sets.
+        Generation ends at the first string in the request's `until`, at the end of a text, or after
+        max_gen_toks tokens. Other settings of `Model.generate`, such as temperature, do_sample and
+        top_k, are supported. Sampling depends on torch's seed, which `simple_evaluate` sets.
+
+        Args:
+            requests: Requests with the arguments (context, settings).
+            disable_tqdm: Ignored.
         """
         alike: dict[str, list[int]] = {}
         for place, request in enumerate(requests):
@@ -145,8 +170,14 @@ class HarnessModel(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Return the text of a conversation by the tokenizer's chat template. If this refuses it,
-        messages of the system are left out."""
+        """Render a conversation with the tokenizer's chat template. If the template rejects it,
+        system messages are removed.
+
+        Args:
+            chat_history: Messages with `role` and `content`.
+            add_generation_prompt: End the text with the beginning of an answer. Otherwise the last
+                message is continued.
+        """
         render = partial(
             self.tokenizer.apply_chat_template,
             add_generation_prompt=add_generation_prompt,
@@ -162,7 +193,11 @@ class HarnessModel(TemplateLM):
 
     def _scored(self, rows: list[tuple[list[int], int]]) -> list[tuple[float, bool]]:
         """Return the log-likelihood of each row's ids after the context, and whether they are
-        greedy. rows: ids, and how many of them are context only."""
+        greedy.
+
+        Args:
+            rows: Pairs of ids and the number of leading ids that are context.
+        """
 
         def answer(batch: list[tuple[list[int], int]]) -> list[tuple[float, bool]]:
             scores = score(self.model, *padded(batch))
@@ -171,8 +206,8 @@ class HarnessModel(TemplateLM):
         return self._answered(rows, lambda row: len(row[0]), answer)
 
     def _answered(self, items: list, length: Callable, answer: Callable) -> list:
-        """Return answers in the order of their items, which are answered in batches of items that
-        are about as long."""
+        """Return the answers in the order of the items. Items of similar length are answered in one
+        batch."""
         order = sorted(range(len(items)), key=lambda place: -length(items[place]))
         results = [None] * len(items)
         with count_bar(len(items), "answer", "requests") as bar:
@@ -185,8 +220,12 @@ class HarnessModel(TemplateLM):
         return results
 
     def _writer(self, given: dict, batches: count) -> Callable[[list[str]], list[str]]:
-        """Return a function from contexts to what the model writes after them. given: a task's
-        generation settings. batches: numbers for the draws of each batch."""
+        """Return a function that generates a text for each context.
+
+        Args:
+            given: Generation settings of a task.
+            batches: Counter; its value is added to the seed of each batch.
+        """
         room, settings = self._settings(given)
 
         def write(contexts: list[str]) -> list[str]:
@@ -202,8 +241,11 @@ class HarnessModel(TemplateLM):
         return write
 
     def _settings(self, given: dict) -> tuple[int, dict]:
-        """Return how many tokens a prompt may have, and the settings of `Model.generate`, by a
-        task's generation settings."""
+        """Return the maximum number of prompt tokens, and the arguments of `Model.generate`.
+
+        Args:
+            given: Generation settings of a task.
+        """
         settings: dict[str, Any] = dict(normalize_gen_kwargs(given, self.max_gen_toks))
         new, saved, eos = settings.pop("max_gen_toks"), self.model.generation, self.eot_token_id
         if new >= self.max_length:
@@ -228,8 +270,8 @@ class HarnessModel(TemplateLM):
         return self.max_length - new, kept | settings
 
     def _text(self, ids: list[int], ends: Sequence[int], until: list[str]) -> str:
-        """Return the text of new ids up to the first that ends a row, and in it up to the first of
-        some strings."""
+        """Return the text of new ids up to the first end token, truncated at the first of the
+        strings in `until`."""
         stop = next((place for place, token in enumerate(ids, 1) if token in ends), len(ids))
         text = self.tokenizer.decode(ids[:stop], skip_special_tokens=True)
         return postprocess_generated_text(text, until, None)

@@ -1,4 +1,4 @@
-"""Texts are scored in every layout: their loss, and the log-likelihoods of choices."""
+"""Losses of texts and log-likelihoods of choices, in any parallel layout."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -25,9 +25,13 @@ from megazoo.parallel.shares import share_of
 
 
 class Scores(NamedTuple):
-    """Of each row: log_likelihood, float64, the sum of its targets' log-probabilities, in nats;
-    tokens, int64, how many they are; greedy, bool, whether each is what greedy choice would have
-    taken. All [batch]."""
+    """Scores of rows, each [batch].
+
+    Attributes:
+        log_likelihood: float64: sum of the log-probabilities of a row's targets, in nats.
+        tokens: int64: number of targets.
+        greedy: bool: whether greedy decoding would choose every target.
+    """
 
     log_likelihood: torch.Tensor
     tokens: torch.Tensor
@@ -37,25 +41,33 @@ class Scores(NamedTuple):
 @torch.no_grad()
 @on_all_ranks
 def score(model: Any, input_ids: torch.Tensor, targets: torch.Tensor) -> Scores:
-    """Return how likely a language model finds the targets of each row.
+    """Score the targets of each row with a language model.
 
-    input_ids, targets: int64 [batch, sequence], padded on the right; targets[b, s] is the token
-    that position s is to predict, or -100 where there is none. Call it with the same inputs on
-    every rank of a replica. Replicas with the same rows share them, and each gets the scores of
-    all; with rows of its own, each gets theirs. Raises UserError as `Model.forward` does, and if
-    the logits are no numbers.
+    Call it with the same rows on every rank of a replica. If all replicas pass the same rows, the
+    rows are divided among the replicas, and every rank gets all scores. Replicas that pass
+    different rows get the scores of their rows.
+
+    Args:
+        model: The language model.
+        input_ids: int64 [batch, sequence], padded on the right.
+        targets: int64 [batch, sequence]: targets[b, s] is the token to predict at position s, or
+            -100 for none.
+
+    Raises:
+        UserError: The model is a classifier, the logits are not finite, or an argument is invalid
+            (as in `Model.forward`).
     """
     if model.config.num_labels:
         raise UserError("a classifier does not score tokens")
 
     def of_rows(outputs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        """Return the log-likelihood, the tokens and greedy of each row: fp64 [batch, 3]."""
+        """Return the log-likelihood, token count and greedy flag of each row, fp64 [batch, 3]."""
         head, targets = model.output_head, batch.targets
         assert targets is not None
         labelled = targets != IGNORE_INDEX
         losses = head.token_losses(outputs, batch)
         best = head.full_outputs(outputs, batch).argmax(dim=-1)
-        # what sequence parallelism pads has no logits
+        # positions that sequence parallelism adds have no logits
         best = F.pad(best, (0, labelled.shape[1] - best.shape[1]))
         greedy = (~labelled | (targets == best)).all(dim=1)
         return torch.stack(
@@ -72,11 +84,21 @@ def of_every_row(
     columns: int,
     of_rows: Callable[[torch.Tensor, MicroBatch], torch.Tensor],
 ) -> torch.Tensor:
-    """Return numbers of each row, fp64 [rows, columns], the same on every rank that has the rows.
+    """Compute numbers for each row.
 
-    batch: the rows, the same on every rank of a replica; replicas with the same rows share them,
-    context-parallel ranks as replicas. of_rows(outputs, batch): the numbers of a micro-batch's
-    rows, fp64 [rows, columns], on the last stage. UserError if they are not finite.
+    Args:
+        model: The model.
+        batch: The rows, the same on every rank of a replica. Replicas with the same rows divide
+            them. Context-parallel ranks act as replicas.
+        columns: Number of values per row.
+        of_rows: of_rows(outputs, batch) returns the numbers of a micro-batch's rows on the last
+            stage, fp64 [rows, columns].
+
+    Returns:
+        fp64 [rows, columns], the same on every rank that has the rows.
+
+    Raises:
+        UserError: A number is not finite.
     """
     model.ctx.require_ranks()
     model.ctx.require_no_folded("scoring")
@@ -90,14 +112,14 @@ def _of_every_row(
 ) -> torch.Tensor:
     assert batch.input_ids is not None
     ctx, rows = model.ctx, len(batch.input_ids)
-    if sharing.size > 1:  # refuse, on every rank, what any would
+    if sharing.size > 1:  # an invalid batch raises on every rank
         with without_dropout(model):
             model.engine.micro_batches(batch, 1)
     mine = share_of(range(rows), sharing.size, sharing.rank)
     values = torch.zeros(rows, columns, dtype=torch.float64, device=ctx.device)
     if mine:
         part = slice(mine.start, mine.stop)
-        # of each stage a micro-batch, or as many as divide the rows evenly
+        # the largest number of micro-batches up to pp_size that divides the rows
         count = max(n for n in range(1, min(len(mine), ctx.pp_size) + 1) if len(mine) % n == 0)
         with without_dropout(model):
             targets = None if batch.targets is None else batch.targets[part]
@@ -107,7 +129,7 @@ def _of_every_row(
         if result is not None:
             values[part] = result
     broadcast_from_stage(values, ctx.placement.last_rank, ctx)
-    all_reduce(values, sharing.group)  # each rank has its rows, and zeros
+    all_reduce(values, sharing.group)  # other ranks' rows are 0
     if not bool(values.isfinite().all()):
         raise not_finite(model.dtype)
     return values
@@ -115,8 +137,14 @@ def _of_every_row(
 
 @dataclass
 class TextLoss:
-    """The loss of texts, with how many documents, bytes and predicted tokens they are. nats: the
-    sum of the tokens' losses."""
+    """The total loss of texts.
+
+    Attributes:
+        documents: Number of documents.
+        tokens: Number of predicted tokens.
+        bytes: Number of bytes.
+        nats: Sum of the token losses.
+    """
 
     documents: int = 0
     tokens: int = 0
@@ -125,17 +153,18 @@ class TextLoss:
 
     @property
     def loss(self) -> float:
-        """The mean over the tokens, in nats."""
+        """The mean loss per token, in nats."""
         return self.nats / max(self.tokens, 1)
 
     @property
     def perplexity(self) -> float:
-        """e to the loss; of a loss above 700, which no float could hold, that of 700."""
+        """exp(loss), with the loss capped at 700 to avoid overflow."""
         return math.exp(min(self.loss, 700.0))
 
     @property
     def bits_per_byte(self) -> float:
-        """The texts' losses, in bits, over their bytes: it does not depend on the tokenizer."""
+        """The total loss in bits divided by the number of bytes. It can be compared between
+        tokenizers."""
         return self.nats / math.log(2) / max(self.bytes, 1)
 
 
@@ -149,12 +178,20 @@ def evaluate_texts(
     batch: int = 8,
     progress: Callable[[int], object] | None = None,
 ) -> TextLoss:
-    """Return the loss of every token of every text, each predicted once.
+    """Return the loss of texts. Each token is predicted once.
 
-    A text longer than `length` tokens is read in windows of so many, `stride` apart (0: without
-    overlap); what a window shares with the one before is context only. The first token follows the
-    one that begins texts: bos, or else the end of the document before. batch: windows that are
-    scored together. progress(bytes): called when a text has been read.
+    The first token is predicted from the token that begins texts: bos, otherwise the end of
+    document.
+
+    Args:
+        model: The language model.
+        tokenizer: Its tokenizer.
+        texts: The texts.
+        length: Window length in tokens. Longer texts are split into windows.
+        stride: Distance between windows; 0: no overlap. Tokens shared with the previous window are
+            only context.
+        batch: Windows per batch.
+        progress: Called with the number of bytes of each text after it is read.
     """
     if not 0 <= stride <= length:
         raise UserError(f"stride {stride} must be from 1 to the window's {length}, or 0")
@@ -182,12 +219,15 @@ def evaluate_texts(
 
 
 def windows(ids: list[int], length: int, stride: int) -> Iterator[tuple[list[int], int]]:
-    """Yield windows of at most length + 1 ids, and how many ids of each are context only.
+    """Split ids into windows of at most length + 1 ids.
 
-    Every id but the first is predicted once, with at least length - stride ids before it where
-    there are so many. The last id of a window is predicted, but not read.
+    Every id except the first is predicted once, with at least length - stride previous ids if there
+    are that many. The last id of a window is predicted, but is not an input.
+
+    Yields:
+        The ids of a window, and the number of leading ids that are only context.
     """
-    predicted = 1  # ids of which nothing remains to be predicted
+    predicted = 1  # number of leading ids that need no prediction
     while predicted < len(ids):
         end = min(max(predicted - 1 + stride, length) + 1, len(ids))
         first = max(0, end - length - 1)
@@ -203,14 +243,23 @@ def score_choices(
     batch: int = 8,
     progress: Callable[[int], object] | None = None,
 ) -> list[tuple[float, int, bool]]:
-    """Return for each (context, continuation) the continuation's log-likelihood, its tokens, and
-    whether it is the greedy one.
+    """Score continuations of contexts, for example for evaluation harnesses.
 
-    Evaluation harnesses are built on this. Both are encoded together, so that the boundary is as in
-    running text; spaces at the end of the context, and tokens across the boundary, count to the
-    continuation. An empty context is the token that begins texts. A context that is too long for
-    the model loses its beginning. batch: choices that are scored together. progress: called with
-    the number of choices of each batch.
+    Context and continuation are encoded together, as in running text. Spaces at the end of the
+    context, and tokens across the boundary, are part of the continuation. An empty context is
+    replaced by the token that begins texts. A context that is too long for the model is truncated
+    on the left.
+
+    Args:
+        model: The language model.
+        tokenizer: Its tokenizer.
+        requests: Pairs (context, continuation).
+        batch: Choices per batch.
+        progress: Called with the number of choices of each batch.
+
+    Returns:
+        For each request the continuation's log-likelihood, its number of tokens, and whether greedy
+            decoding produces it.
     """
     longest = model.longest_sequence(model.config)
     rows = [_choice_row(tokenizer, *request, longest) for request in requests]
@@ -226,9 +275,9 @@ def score_choices(
 def _choice_row(
     tokenizer: Any, context: str, continuation: str, longest: int
 ) -> tuple[list[int], int]:
-    """Return the ids of a context and its continuation, `longest` + 1 at most, and how many of them
-    are the context's."""
-    text = context.rstrip()  # the space before a word is the word's, in most vocabularies
+    """Return at most `longest` + 1 ids of a context and its continuation, and the number of context
+    ids."""
+    text = context.rstrip()  # in most vocabularies a token includes the space before a word
     before = tokenizer.encode(text, add_special_tokens=False)
     whole = tokenizer.encode(context + continuation, add_special_tokens=False)
     same = next(
@@ -249,13 +298,16 @@ def _choice_row(
 
 
 def first_token(tokenizer: Any) -> int:
-    """Return the token that begins texts: bos, or else the end of the document before."""
+    """Return the token that begins texts: bos, otherwise the end of document."""
     return tokenizer.eod if tokenizer.bos_token_id is None else tokenizer.bos_token_id
 
 
 def padded(rows: list[tuple[list[int], int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return input_ids and targets, int64 [rows, longest], of rows of ids, each with how many of
-    them are context."""
+    """Convert rows to input_ids and targets, int64 [rows, longest].
+
+    Args:
+        rows: Pairs of ids and the number of leading ids that are context.
+    """
     inputs = [torch.tensor(ids[:-1]) for ids, _ in rows]
     targets = [
         torch.tensor([IGNORE_INDEX] * (context - 1) + ids[context:]) for ids, context in rows

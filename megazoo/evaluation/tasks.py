@@ -1,5 +1,4 @@
-"""Tasks of lm-evaluation-harness are found, by name or in files, and a model in any layout is asked
-them."""
+"""Find tasks of lm-evaluation-harness, by names or in files, and evaluate a model on them."""
 
 import contextlib
 import io
@@ -22,16 +21,16 @@ except ImportError as error:
 from megazoo.evaluation.harness import HarnessModel
 
 GROUP = re.compile(rb"^group\s*:\s*[\"']?([\w.-]+)", re.MULTILINE)
-STDERR_DRAWS = 100_000  # what the harness's own program takes
+STDERR_DRAWS = 100_000  # default of the harness's command line
 
 
 class _Tasks(TaskManager):
-    """Tells in one line why a task can't be loaded."""
+    """A TaskManager that reports in one line why a task can't be loaded."""
 
     def load(self, task_list):
         try:
             return super().load(task_list)
-        except Exception as error:  # of a file, of its data, of the network, of code beside it
+        except Exception as error:  # file, data, network, or Python code of the task
             raise UserError(
                 f"--tasks: {', '.join(task_list)} can't be loaded: {type(error).__name__} {error}",
                 exit_code=1,
@@ -39,11 +38,20 @@ class _Tasks(TaskManager):
 
 
 def find_tasks(words: str) -> tuple[list[str], TaskManager]:
-    """Return the names and files of tasks, and what loads them; no data is read yet.
+    """Find tasks of the harness. No data is read yet.
 
-    words: between commas names of tasks, groups or tags, or patterns of names (mmlu_*); YAML files;
-    and directories, for the tasks in them. Names are those of directories and of groups' own, else
-    the harness's. UserError for what is not there.
+    Tasks in the given directories, and groups in the given files, take precedence over tasks of the
+    harness.
+
+    Args:
+        words: Comma-separated: names of tasks, groups or tags; patterns (mmlu_*); YAML files; or
+            directories with tasks.
+
+    Returns:
+        The names and files of tasks, and the manager that loads them.
+
+    Raises:
+        UserError: A task, file or directory does not exist.
     """
     named = [word.strip() for word in words.split(",") if word.strip()]
     if not named:
@@ -54,7 +62,7 @@ def find_tasks(words: str) -> tuple[list[str], TaskManager]:
     directories = {word: Path(word) for word in named if Path(word).is_dir()}
     manager = _Tasks(include_path=[*beside, *directories.values()], include_defaults=False)
     names = [word for word in named if word not in files and word not in directories]
-    if not all(manager.match_tasks([name]) for name in names):  # the harness's own: thousands
+    if not all(manager.match_tasks([name]) for name in names):  # the harness has thousands of tasks
         manager = _Tasks(include_path=[*beside, *directories.values()])
     found: list[str] = []
     for word in named:
@@ -89,14 +97,25 @@ def run_tasks(
     apply_chat_template: bool = False,
     **settings: Any,
 ) -> dict | None:
-    """Return the harness's results of tasks that `find_tasks` has found; None on ranks that are not
-    the first of their machine. Call it on every rank.
+    """Evaluate a model on tasks. Call it on every rank.
 
-    limit: how many documents of each task are taken, or below 1 which share of them. settings: of
-    `HarnessModel`. UserError for a task that can't be loaded, or that the model can't be asked.
+    Args:
+        model: A language model.
+        tokenizer: Its tokenizer.
+        tasks: The result of `find_tasks`.
+        num_fewshot: Number of examples in the prompt; by default the task's.
+        limit: Number of documents per task, or a fraction of them if below 1.
+        apply_chat_template: Apply the tokenizer's chat template.
+        **settings: Arguments of `HarnessModel`.
+
+    Returns:
+        The harness's results; None on ranks that are not the first of their machine.
+
+    Raises:
+        UserError: A task can't be loaded, or does not support the model.
     """
     names, manager = tasks
-    # All ranks do the harness's work, and one shows it.
+    # All ranks run the harness; one shows its output.
     shown = sys.stderr if is_rank_zero() else io.StringIO()
     with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
         try:

@@ -1,5 +1,5 @@
-"""For tests: ranks on this machine, a check that a model trains in every layout as in one process,
-and a comparison with another library's model."""
+"""Tools for tests: ranks on this machine, a check that a model trains the same in every parallel
+layout as in one process, and a comparison with another library's model."""
 
 from megazoo.testing.check import Verdict, check_parallel
 from megazoo.testing.compare import Agreement, compare

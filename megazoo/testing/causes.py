@@ -1,5 +1,5 @@
-"""Tell where the training of a layout differs from that of one process, in the order in which it is
-computed: the first difference is the cause of the others."""
+"""Find where training in a layout differs from training in one process. Values are compared in the
+order in which they are computed, because the first difference causes the others."""
 
 import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -16,8 +16,12 @@ from megazoo.testing.trial import Findings, Record
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that differs: a sentence of what, where and by how much; and what usually causes
-    it, if there is something to say."""
+    """A difference.
+
+    Attributes:
+        text: A sentence with the value, the ranks and the size of the difference.
+        usual: The usual cause, or "".
+    """
 
     text: str
     usual: str = ""
@@ -25,9 +29,13 @@ class Finding:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What the ranks of a layout found, beside what one process kept.
+    """The results of a layout's ranks, compared with those of one process.
 
-    tolerance: the relative difference above which something counts as different.
+    Attributes:
+        layout: The layout.
+        ranks: The findings of each rank.
+        expected: The record of one process.
+        tolerance: Relative differences above this count.
     """
 
     layout: Layout
@@ -36,7 +44,7 @@ class Comparison:
     tolerance: float
 
     def findings(self) -> Iterator[Finding]:
-        """Yield each thing that differs, in the order of the computation."""
+        """Yield all differences in the order of the computation."""
         yield from self._parameters()
         yield from self._generators()
         for step in range(len(self.expected.losses)):
@@ -53,17 +61,19 @@ class Comparison:
         yield from self._overflow()
 
     def worst_loss(self, first: int = 0, end: int | None = None) -> float:
-        """Return the worst relative difference of the loss, of any rank at steps first to end."""
+        """Return the largest relative difference of the loss on any rank, in the steps from first
+        to end (exclusive)."""
         ours = (rank.losses[first:end] for rank in self.ranks)
         return _worst(ours, self.expected.losses[first:end])
 
     def worst_norm(self, first: int = 0, end: int | None = None) -> float:
-        """Return the worst relative difference of the gradient norm, likewise."""
+        """Return the largest relative difference of the gradient norm on any rank, in the steps
+        from first to end (exclusive)."""
         ours = (rank.norms[first:end] for rank in self.ranks)
         return _worst(ours, self.expected.norms[first:end])
 
     def _parameters(self) -> Iterator[Finding]:
-        """Compare which parameters there are, and their initial values."""
+        """Compare the names of the parameters and their initial values."""
         expected = self.expected.initial
         names = set().union(*(rank.names for rank in self.ranks))
         for name in sorted(names ^ expected.keys()):
@@ -75,7 +85,7 @@ class Comparison:
             yield Finding(f"parameter {name}: another initial value {where}", usual.INITIAL)
 
     def _generators(self) -> Iterator[Finding]:
-        """Say which generators without a seed of their own the first step draws from."""
+        """Report unseeded random generators that the first steps use."""
         for generator, module in self.expected.generators.items():
             where = f"module {module}" if module else "the model"
             yield Finding(f"{where}: it draws from {generator}", usual.GENERATOR)
@@ -86,7 +96,7 @@ class Comparison:
                 yield Finding(text, usual.GENERATOR)
 
     def _activations(self, step: int) -> Iterator[Finding]:
-        """Compare what modules were given and returned, in the steps of which that is kept."""
+        """Compare the inputs and outputs of modules, in the steps for which they are stored."""
         if step >= len(self.expected.activations):
             return
         activations, when = [rank.activations[step] for rank in self.ranks], _later(step)
@@ -100,13 +110,13 @@ class Comparison:
             )
 
     def _logits(self) -> Iterator[Finding]:
-        """Compare the logits of a forward of the whole model."""
+        """Compare the logits of a forward pass of the full model."""
         wrong = [n for n, rank in enumerate(self.ranks) if rank.logits > self.tolerance]
         if wrong:
             yield Finding(f"logits: they differ {self._on(wrong)}", usual.LOGITS)
 
     def _dropout(self) -> Iterator[Finding]:
-        """Compare what dropout masks are drawn from, between ranks and with one process."""
+        """Compare the seeds of dropout masks between ranks and with one process."""
         alone = self.layout.dp == self.layout.cp == 1
         for number, rank in enumerate(self.ranks):
             for site in rank.draws:
@@ -137,8 +147,8 @@ class Comparison:
     def _dropout_of_two(self, site: str, one: int, other: int) -> Iterator[Finding]:
         """Compare the seeds of a Dropout on two ranks.
 
-        They should be equal where the ranks have the same tokens, unless tp ranks should differ,
-        and else have nothing in common.
+        Ranks with the same tokens must have the same seeds, except tp ranks inside a
+        tensor-parallel region. In any other case the seeds must differ.
         """
         draws, before = self.ranks[other].draws[site], self.ranks[one].draws.get(site)
         theirs = before.seeds if before else []
@@ -170,7 +180,8 @@ class Comparison:
             yield Finding(text, usual.MEANS if mean else usual.LOSS)
 
     def _other_mean(self, loss: float) -> str:
-        """Say of which other mean the first loss is, if it is one."""
+        """Return a text if the first loss equals a mean over replicas or micro-batches; otherwise
+        ""."""
         dp, rows = self.layout.dp, self.expected.rows
         assert rows is not None
         for what, parts in (("replicas", dp), ("micro-batches", dp * micro_batches_of(dp))):
@@ -181,7 +192,7 @@ class Comparison:
         return ""
 
     def _gradients(self, step: int) -> Iterator[Finding]:
-        """Compare the gradients of a step, in the order in which backward makes them."""
+        """Compare the gradients of a step, in the order of the backward pass."""
         gradients = [rank.gradients[step] for rank in self.ranks]
         wrong = self._differing(gradients, list(self.expected.initial)[::-1])
         if not wrong:
@@ -211,7 +222,7 @@ class Comparison:
         )
 
     def _place_of(self, first: str, gradients: Sequence[dict]) -> usual.Place:
-        """Tell where the first gradient that differs is."""
+        """Describe the position of the first gradient that differs."""
         compared = set().union(*gradients)
         made_first = next(name for name in reversed(self.expected.initial) if name in compared)
         wrong = set(self._ranks_where(gradients, first))
@@ -247,7 +258,7 @@ class Comparison:
             yield Finding(text, usual.of_weights(tied, self.layout.zero, most_differ))
 
     def _optimizer(self) -> Iterator[Finding]:
-        """Compare one process with AdamW and Muon as their papers have them."""
+        """Compare one process with reference implementations of AdamW and Muon."""
         trained = set(self.expected.gradients[0]) if self.expected.gradients else set()
         for name in self._differing([self.expected.plain], self.expected.plain):
             kind = "Muon" if name in self.expected.matrices else "AdamW"
@@ -262,7 +273,7 @@ class Comparison:
                 yield Finding(what, usual.OPTIMIZER)
 
     def _overflow(self) -> Iterator[Finding]:
-        """Compare which ranks skip a step that overflows on the last one."""
+        """Report ranks that do not skip a step that overflows on the last rank."""
         stepped = [n for n, rank in enumerate(self.ranks) if rank.skipped is False]
         if stepped:
             last = len(self.ranks) - 1
@@ -270,25 +281,26 @@ class Comparison:
             yield Finding(f"{text} {self._on(stepped)}", usual.OVERFLOW)
 
     def _unlike(self, values: list[float], expected: float) -> tuple[float, str]:
-        """Return the first rank's value that differs, and say on which ranks, unless on all."""
+        """Return the first value that differs, and a text that names the ranks ("" if all ranks
+        differ)."""
         wrong = [n for n, v in enumerate(values) if _worst([[v]], [expected]) > self.tolerance]
         where = f" {self._on(wrong)}" if len(wrong) < len(values) else ""
         return values[wrong[0]], where
 
     def _differing(self, distances: Sequence[dict], keys: Iterable[Hashable]) -> list:
-        """Return the keys whose distance is above the tolerance on some rank."""
+        """Return the keys with a distance above the tolerance on any rank."""
         return [key for key in keys if self._ranks_where(distances, key)]
 
     def _where(self, distances: Sequence[dict], key: Hashable) -> str:
-        """Say on which ranks the distance of a key is above the tolerance."""
+        """Name the ranks on which the distance of a key is above the tolerance."""
         return self._on(self._ranks_where(distances, key))
 
     def _ranks_where(self, distances: Sequence[dict], key: Hashable) -> list[int]:
         return [n for n, each in enumerate(distances) if each.get(key, 0.0) > self.tolerance]
 
     def _on(self, numbers: list[int]) -> str:
-        """Name ranks: on rank 1 (tp 1, pp 0, dp 0). cp is named where there is one; and where ranks
-        of it have no part in the difference, as what tells those that have."""
+        """Name ranks: "on rank 1 (tp 1, pp 0, dp 0)". cp is included if its size is above 1. If
+        only some cp ranks differ, they are added: "only where cp is 1"."""
         named = []
         for number in numbers[:2]:
             place = self.ranks[number].coordinates.items()
@@ -300,13 +312,13 @@ class Comparison:
         return f"on rank{'s' * (len(numbers) > 1)} {', '.join(named)}{more}{only}"
 
     def _clue(self, of_ranks: Sequence[dict], key: Hashable) -> Clue | None:
-        """Return what all ranks that know of it noticed; None if they disagree, or none does."""
+        """Return the clue that all ranks agree on, or None."""
         clues = [clues[key] for clues in of_ranks if key in clues]
         same = all(_alike(clue, clues[0]) for clue in clues)
         return clues[0] if clues and same else None
 
     def _told(self, clue: Clue | None) -> str:
-        """Say what is noticeable."""
+        """Describe a clue."""
         if clue is None:
             return ""
         if clue.everywhere:
@@ -322,7 +334,7 @@ class Comparison:
         return ""
 
     def _axes_of_size(self, factor: float) -> str:
-        """Name the axes of as many ranks as a factor says, or its inverse, or either's square."""
+        """Name the axes whose size (or its square, or the inverse of either) equals a factor."""
         sizes = {name: getattr(self.layout, name) for name in ("tp", "cp", "pp", "dp")}
         for power, what in ((1, "is"), (2, "is its square,")):
             times = factor**power
@@ -337,7 +349,7 @@ class Comparison:
 
 
 def _alike(one: Clue, other: Clue) -> bool:
-    """Return whether two ranks noticed the same."""
+    """Return whether two clues are the same."""
     same = (one.everywhere, one.reordered, one.sums.keys()) == (
         (other.everywhere, other.reordered, other.sums.keys())
     )
@@ -346,31 +358,31 @@ def _alike(one: Clue, other: Clue) -> bool:
 
 
 def _common(factors: Iterable[float]) -> float:
-    """Return the number that all are; nan if there is none."""
+    """Return the common value of all factors, or nan."""
     factors = list(factors)
     alike = all(math.isclose(factor, factors[0], rel_tol=1e-3) for factor in factors)
     return factors[0] if factors and alike else math.nan
 
 
 def _named(step: int) -> str:
-    """Name a step, and what its batch was, if not plain rows: step 2 (packed documents)."""
+    """Name a step and its kind of batch, except plain rows: "step 2 (packed documents)"."""
     kind = KINDS[step % len(KINDS)]
     return f"step {step + 1}" + (f" ({kind})" if step % len(KINDS) else "")
 
 
 def _later(step: int) -> str:
-    """Name a step that is not the first."""
+    """Name a step, except the first."""
     return f" at {_named(step)}" if step else ""
 
 
 def listed(numbers: Iterable[object]) -> str:
-    """Write numbers: 0, 1 and 3."""
+    """Join values to a text: "0, 1 and 3"."""
     *most, last = map(str, numbers)
     return f"{', '.join(most)} and {last}" if most else last
 
 
 def _worst(ranks: Iterable[list[float]], expected: list[float]) -> float:
-    """Return the worst relative difference of any rank's value from the one that is expected."""
+    """Return the largest relative difference between any rank's values and the expected ones."""
     return max(
         relative(abs(ours - theirs), abs(theirs))
         for values in ranks

@@ -1,12 +1,13 @@
-"""Check whether a model trains in a layout as it does in one process, and if not, where the
+"""Check that a model trains the same in a layout as in one process. If it does not, find where the
 difference begins.
 
-One process trains a few steps on whole batches, which take turns: plain rows, packed documents, and
-rows with padding, of an odd length (see batches.py). It keeps what each module was given and
-returned, the gradients, norms and weights. The ranks of a layout do the same with their parts, and
-each compares its own. The first thing in the order of the computation that differs is the cause
-that is told. What no layout can show is checked in one process: the optimizer against AdamW and
-Muon as their papers have them.
+One process trains a few steps on whole batches: plain rows, packed documents and padded rows of an
+odd length alternate (see batches.py). It stores the inputs and outputs of all modules, the
+gradients, gradient norms and weights. Each rank of a layout does the same with its shards and
+compares them with the stored values. The first difference in the order of the computation is
+reported as the cause. The optimizer is also compared with reference implementations of AdamW and
+Muon in one process, because an error that is the same in every layout cannot be found by comparing
+layouts.
 """
 
 import math
@@ -30,20 +31,25 @@ from megazoo.testing.optimizer_trial import OPTIMIZERS
 from megazoo.testing.ranks import RankError, RankPool
 from megazoo.testing.trial import Subject, train_in_one_process, train_on_a_rank
 
-TIMEOUT = 3600.0  # seconds, of a layout
-# What a rank that hears of another's failure says before its text.
+TIMEOUT = 3600.0  # seconds per layout
+# Prefix of the error on a rank that reports another rank's failure.
 HEARD_OF = re.compile(r"^megazoo\.errors\.UserError: rank \d+ failed: ")
 
 
 @dataclass
 class Verdict:
-    """How far one layout is from one process: the worst relative differences, and the cause if they
-    are above the tolerance.
+    """The relative differences of a layout from one process. Values that were not compared are nan.
 
-    loss, norm: of any step. gradient, weight: of any parameter, at any step and after the last; a
-    distance over the parameter's norm, of gradients at least a thousandth of the global one. nan is
-    what was not compared. cause: None if the layout passed. usual: what usually causes that, if
-    there is something to say.
+    Attributes:
+        layout: The layout.
+        loss: Largest difference of the loss in any step.
+        norm: Largest difference of the gradient norm in any step.
+        gradient: Largest distance of any parameter's gradient in any step, divided by its norm (at
+            least a thousandth of the global norm).
+        weight: Largest distance of any parameter after the last step, divided by its norm (at least
+            a thousandth of the global norm).
+        cause: The first difference, or None if the layout passed.
+        usual: The usual cause of the difference, or "".
     """
 
     layout: Layout
@@ -72,17 +78,28 @@ def check_parallel(
     tolerance: float = 1e-5,
     within: Callable[[], AbstractContextManager] = nullcontext,
 ) -> Iterator[Verdict]:
-    """Train a model in one process, then in each layout, on the CPU of this machine; yield a
-    verdict for each.
+    """Train a model in one process and in each layout, on the CPU of this machine.
 
-    model: a config object, or a name as `from_config` takes it, except that a family's means its
-    tiny preset. load: a checkpoint or Hugging Face
-    directory of it, for its weights; biases and norms are random in any case, so that zeros hide
-    nothing. import_: the Python file that registers the model, if one does. lora_rank: train
-    adapters of this rank, of all linear layers, instead of the weights. optimizer: adamw or muon.
-    within: a function, that can be imported by name, which makes the context in which every process
-    trains: what is patched there is checked, too. UserError for a layout that can't be, and for a
-    classifier; RankError if the one process fails.
+    Args:
+        model: A config object, or a name as in `from_config`. The name of a family selects its tiny
+            preset.
+        layouts: Layouts or their names.
+        load: A checkpoint or Hugging Face directory with weights. Biases and norms are always
+            random, because zeros could hide errors.
+        import_: Python file that registers the model.
+        lora_rank: Train adapters of this rank, on all linear layers, instead of the weights.
+        optimizer: adamw or muon.
+        steps: Number of steps.
+        tolerance: Relative differences above this count.
+        within: An importable function that returns a context manager. Every process trains inside
+            it, so patches applied there are checked.
+
+    Yields:
+        A verdict per layout.
+
+    Raises:
+        UserError: A layout is invalid, or the model is a classifier.
+        RankError: Training in one process fails.
     """
     check_number("steps", steps, 1, whole=True)
     check_number("tolerance", tolerance, 0)
@@ -117,7 +134,7 @@ def check_parallel(
 
 
 def _train_in_one_process(pool: RankPool, subject: Subject, steps: int, record: Path) -> None:
-    """Train in one process; a mistake of the user that it finds is told as one."""
+    """Train in one process. A UserError in that process is raised as a UserError here."""
     try:
         pool.run(train_in_one_process, 1, subject, steps, record, timeout=TIMEOUT)
     except RankError as error:
@@ -130,7 +147,7 @@ def _train_in_one_process(pool: RankPool, subject: Subject, steps: int, record: 
 def _check_layout(
     pool: RankPool, subject: Subject, layout: Layout, steps: int, record: Path, tolerance: float
 ) -> Verdict:
-    """Train in a layout, and compare it with the record of one process."""
+    """Train in a layout and compare it with the record of one process."""
     try:
         ranks = pool.run(
             train_on_a_rank,

@@ -1,8 +1,8 @@
-"""Compare a model, in any layout, with a reference: logits, loss, gradients, and where they part,
-the first module whose input or output differs.
+"""Compare a model, in any parallel layout, with a reference: logits, loss and gradients. If they
+differ, find the first module whose input or output differs.
 
-Each rank compares what its modules are given and return with its part of what the reference's were,
-and its weights with its part of theirs; what all ranks found then makes one sentence.
+Each rank compares its modules' inputs and outputs, and its weights, with its shards of the
+reference's. The results of all ranks are then combined into one sentence.
 """
 
 import math
@@ -28,19 +28,21 @@ from megazoo.testing.ranks import RankError, RankPool
 from megazoo.testing.reference import Reference, Twin, run_reference
 from megazoo.testing.trial import import_once
 
-TIMEOUT = 3600.0  # seconds, of a layout
-FEW = 6  # rows that are named one by one
+TIMEOUT = 3600.0  # seconds per layout
+FEW = 6  # up to this many rows are listed
 
 
 @dataclass
 class Agreement:
-    """How far a model is from a reference.
+    """The differences between a model and a reference.
 
-    logits: the largest difference of a logit, over the reference's largest. loss: the relative
-    difference. gradient: the largest distance of a parameter's gradient, over the reference's norm,
-    or over a thousandth of that of all together if that is more; nan if none is compared. cause:
-    None if all are within the tolerance, else where the two part. compared: the inputs and outputs
-    of modules that were compared.
+    Attributes:
+        logits: Largest difference of a logit, divided by the reference's largest absolute logit.
+        loss: Relative difference of the loss.
+        gradient: Largest distance of a parameter's gradient, divided by the reference's norm (at
+            least a thousandth of the global norm); nan if gradients are not compared.
+        cause: Where the first difference is; None if all differences are within the tolerance.
+        compared: The inputs and outputs of modules that were compared.
     """
 
     logits: float
@@ -51,7 +53,7 @@ class Agreement:
 
     @property
     def passed(self) -> bool:
-        """Whether the model does what the reference does."""
+        """Whether the model agrees with the reference."""
         return self.cause is None
 
 
@@ -65,19 +67,32 @@ def compare(
     tolerance: float = 1e-5,
     gradients: bool = False,
 ) -> Agreement:
-    """Run a model and a reference on the same ids, and say how far they are from each other, and
-    where they part.
+    """Run a model and a reference on the same batch and compare them.
 
-    model: of this library, in any layout; all ranks call this together and get the same answer.
-    reference: a function of input_ids (and attention_mask, if given) that returns logits [batch,
-    sequence, vocabulary], or an output with `logits`. Of an nn.Module, the modules and weights are
-    compared, too. input_ids, attention_mask: int64 [batch, sequence], the same on every rank; 0 is
-    padding, which is not compared. names: our modules to those of the reference, such as
-    {"layers.{}.attention.qkv": ("blocks.{}.q", "blocks.{}.k", "blocks.{}.v")}; by default Hugging
-    Face's. tolerance: of a difference, over the largest value of what is compared. gradients:
-    compare the gradients of the loss with an nn.Module's, too, over their norms; they replace those
-    in the model's parameters. UserError if
-    the reference returns something else.
+    All ranks call this together and get the same result. With gradients=True, the gradients in the
+    model's parameters are replaced.
+
+    Args:
+        model: A megazoo model in any layout.
+        reference: A function of input_ids (and attention_mask, if given) that returns logits
+            [batch, sequence, vocabulary], or an object with `logits`. For an nn.Module, modules and
+            weights are compared too.
+        input_ids: int64 [batch, sequence], the same on every rank.
+        attention_mask: int64 [batch, sequence], the same on every rank; 0 for padding, which is not
+            compared.
+        names: The reference's modules by the names of megazoo's, such as
+            {"layers.{}.attention.qkv": ("blocks.{}.q", "blocks.{}.k", "blocks.{}.v")}. By default
+            those of Hugging Face.
+        tolerance: Allowed difference, divided by the largest absolute value of the compared tensor
+            (for gradients: by the norm).
+        gradients: Compare the gradients of the loss too. The reference must be an nn.Module.
+
+    Returns:
+        The differences.
+
+    Raises:
+        UserError: The model is a classifier, or the reference is in training mode or does not
+            return logits of this shape.
     """
     check_number("tolerance", tolerance, 0)
     if model.config.num_labels:
@@ -100,11 +115,20 @@ def compare_layouts(
     tolerance: float = 1e-5,
     within: Callable[[], AbstractContextManager] = nullcontext,
 ) -> Iterator[Agreement]:
-    """Load a model in each layout, on the CPU of this machine, and yield how far it is from what a
-    reference has made of a batch.
+    """Load a model in each layout, on the CPU of this machine, and compare it with a stored
+    reference.
 
-    path: a checkpoint or Hugging Face directory. import_: the Python file that registers the model,
-    if one does. dtype: of its weights and activations. within: as in `check_parallel`.
+    Args:
+        path: A checkpoint or Hugging Face directory.
+        reference: The result of `run_reference`.
+        layouts: The layouts.
+        import_: Python file that registers the model.
+        dtype: Data type of weights and activations.
+        tolerance: As in `compare`.
+        within: As in `check_parallel`.
+
+    Yields:
+        The differences per layout.
     """
     with tempfile.TemporaryDirectory(prefix="megazoo-compare-") as directory:
         file, pool = Path(directory) / "reference.pt", RankPool()
@@ -130,7 +154,7 @@ def _on_a_rank(
     tolerance: float,
     within: Callable[[], AbstractContextManager],
 ) -> Agreement:
-    """Load this rank's part of the model, and compare it with the reference in a file."""
+    """Load this rank's shard of the model and compare it with the reference in a file."""
     import_once(import_)
     reference: Reference = torch.load(file, weights_only=False, mmap=True)
     with within():
@@ -139,7 +163,7 @@ def _on_a_rank(
 
 
 def _agreement(ranks: list[Findings], reference: Reference, tolerance: float) -> Agreement:
-    """Put together what all ranks found."""
+    """Combine the findings of all ranks."""
     found = _Whole(ranks, reference)
     logits = relative(found.logits.distance, largest(reference.seen(reference.logits)))
     loss = relative(abs(found.loss - reference.loss), abs(reference.loss))
@@ -153,7 +177,7 @@ def _agreement(ranks: list[Findings], reference: Reference, tolerance: float) ->
 
 
 class _Whole:
-    """How whole tensors differ, of which the ranks have parts."""
+    """Differences of full tensors, combined from the shards of all ranks."""
 
     def __init__(self, ranks: list[Findings], reference: Reference):
         self.reference = reference
@@ -167,14 +191,14 @@ class _Whole:
             whole = _joined([rank.weights[name] for rank in ranks if name in rank.weights])
             if whole.rows:
                 self.weights[name] = whole
-        # in the order of the backward
+        # in the order of the backward pass
         self.gradients = {
             name: max(rank.gradients.get(name, 0.0) for rank in ranks)
             for name in reversed(reference.gradients)
         }
 
     def cause_of_gradients(self, tolerance: float) -> str:
-        """Say of which parameter the gradient differs first."""
+        """Name the first parameter whose gradient differs."""
         wrong = [name for name, distance in self.gradients.items() if distance > tolerance]
         first, more = wrong[0], len(wrong) - 1
         module, _, kind = first.rpartition(".")
@@ -186,7 +210,7 @@ class _Whole:
         )
 
     def cause(self) -> str:
-        """Say where the two part first, and which weights differ."""
+        """Name the first place that differs, and the weights that differ."""
         reference = self.reference
         wrong = (key for key, difference in self.activations.items() if difference.rows)
         if key := next(wrong, None):
@@ -203,7 +227,7 @@ class _Whole:
         return f"logits: the {how}{before}{self._weights_at('output', head)}"
 
     def _place(self, kind: str, name: str) -> str:
-        """Name a module of ours, its part if that is all that differs, and the reference's."""
+        """Name a module of the model, the part of it that differs, and the reference's module."""
         twin, rows = self.reference.twins[name], self.activations[kind, name].rows
         theirs, labels = [part for part, _ in twin.parts], []
         if kind == "output":
@@ -220,7 +244,7 @@ class _Whole:
         return f"{ours}{part} ({listed(theirs)})"
 
     def _weights_at(self, kind: str, name: str) -> str:
-        """Say which weights differ of the module whose input or output does."""
+        """Name the weights that differ, for a module whose input or output differs."""
         if not self.reference.weights:
             return ""
         if not self.weights:
@@ -242,9 +266,13 @@ def _joined(parts: list[Difference]) -> Difference:
 
 
 def _how(kind: str, difference: Difference, whole: torch.Tensor, twin: Twin | None) -> str:
-    """Say how far a tensor of ours is from the whole one of the reference, and where.
+    """Describe the size and place of a difference.
 
-    twin: of its module, which then numbers the features of an output; None for logits.
+    Args:
+        kind: "input" or "output".
+        difference: The difference.
+        whole: The reference's full tensor.
+        twin: Twin of the module, which numbers the features of an output; None for logits.
     """
     rows, features = sorted(difference.rows), whole[0, 0].numel()
     if twin and kind == "output" and len({twin.theirs(row)[0] for row in rows}) == 1:
@@ -258,7 +286,7 @@ def _how(kind: str, difference: Difference, whole: torch.Tensor, twin: Twin | No
 
 
 def _rows(weight: str, rows: set[int], twin: Twin) -> str:
-    """Name rows of a weight of ours in the reference's tensors that have them."""
+    """Name rows of a weight by the reference's tensors that contain them."""
     kind, found = weight.rpartition(".")[2], {}
     for row in sorted(rows):
         name, theirs = twin.theirs(row)
@@ -272,5 +300,5 @@ def _rows(weight: str, rows: set[int], twin: Twin) -> str:
 
 
 def _numbered(what: str, numbers: list[int]) -> str:
-    """Name things by their numbers: rows 5 and 9."""
+    """Return a noun with numbers: "rows 5 and 9"."""
     return f"{what}{'s' * (len(numbers) > 1)} {listed(numbers)}"

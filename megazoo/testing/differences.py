@@ -1,5 +1,5 @@
-"""Find, on one rank, how far a model is from a reference: its logits, what its modules are given
-and return, and its weights, each beside the rank's part of the reference's."""
+"""Compare a model with a reference on one rank: logits, inputs and outputs of modules, and weights.
+Each is compared with the rank's shard of the reference's."""
 
 import math
 import warnings
@@ -23,10 +23,13 @@ from megazoo.testing.reference import Reference, with_rows
 
 @dataclass
 class Difference:
-    """How far a tensor of ours is from the reference's.
+    """The difference between a tensor of the model and the reference's.
 
-    distance: the largest. rows: of ours, of a weight those that differ, of an activation the
-    features that differ by more than the tolerance. token: the first that does.
+    Attributes:
+        distance: Largest absolute difference.
+        rows: For a weight, the rows that differ. For an activation, the features whose difference
+            is above the tolerance.
+        token: First token whose difference is above the tolerance, or inf.
     """
 
     distance: float = 0.0
@@ -34,7 +37,7 @@ class Difference:
     token: float = math.inf
 
     def joined(self, other: "Difference") -> "Difference":
-        """Return the difference of the tensor that two ranks have parts of."""
+        """Combine the differences of two ranks' shards of a tensor."""
         return Difference(
             max(self.distance, other.distance),
             self.rows | other.rows,
@@ -44,9 +47,16 @@ class Difference:
 
 @dataclass
 class Findings:
-    """What one rank found: its loss, how its logits differ (None without the last stage), and its
-    activations and weights, each under its key in the Reference. gradients: the distances of those
-    of its parts of the parameters, over the whole gradients' norms."""
+    """The differences on one rank.
+
+    Attributes:
+        loss: The loss.
+        logits: Difference of the logits; None without the last stage.
+        activations: Differences of activations, by their keys in the Reference.
+        weights: Differences of weights, keyed by parameter name.
+        gradients: Distances of the rank's shards of gradients, divided by the full gradients'
+            norms.
+    """
 
     loss: float
     logits: Difference | None = None
@@ -56,7 +66,7 @@ class Findings:
 
 
 def find_differences(model: Any, reference: Reference, tolerance: float) -> Findings:
-    """Run the model on the reference's batch, and compare what this rank has."""
+    """Run the model on the reference's batch and compare this rank's shards."""
     batch = {"attention_mask": reference.attention_mask, "labels": reference.labels}
     with (
         torch.no_grad(),
@@ -75,15 +85,16 @@ def find_differences(model: Any, reference: Reference, tolerance: float) -> Find
     }
     if reference.gradients:
         with without_dropout(model), warnings.catch_warnings():
-            warnings.simplefilter("ignore", Advice)  # of training without dropout
-            for out in model.microbatches(reference.input_ids, **batch):  # train_batch has dropout
+            warnings.simplefilter("ignore", Advice)  # the advice about training without dropout
+            # microbatches: train_batch would apply dropout
+            for out in model.microbatches(reference.input_ids, **batch):
                 out.loss.backward()
         found.gradients = parameter_distances(gradients_of(model), reference.gradients, model)
     return found
 
 
 def _difference_of_weight(entry: NamedParameter, whole: torch.Tensor, ctx) -> Difference:
-    """Compare this rank's part of a weight with that of the whole one."""
+    """Compare this rank's shard of a weight with the full weight."""
     found = Difference()
     for piece in entry.spec.pieces(ctx.place):
         ours = entry.parameter.detach()[piece.index()].double().cpu()
@@ -98,7 +109,7 @@ def _difference_of_weight(entry: NamedParameter, whole: torch.Tensor, ctx) -> Di
 def _comparing(
     model: Any, reference: Reference, tolerance: float
 ) -> Iterator[dict[tuple[str, str], Difference]]:
-    """Within this block compare what this rank's modules are given and return, as they run."""
+    """Within this block, compare the inputs and outputs of this rank's modules while they run."""
     found, rows, heads = {}, len(reference.input_ids), _heads_of_norms(model)
 
     def look(kind: str, name: str, module, value) -> None:
@@ -108,7 +119,7 @@ def _comparing(
             return
         ours, dim = with_rows(value.detach(), rows), 1 if kind == "input" else 0
         places = _places(whole)
-        if name in heads and places.dim() == 4:  # each head is normalised alone
+        if name in heads and places.dim() == 4:  # each head is normalised separately
             places = places[:, :, heads[name]]
         part = part_of(places, ours, module, dim, model.ctx)
         if part is not None:
@@ -122,8 +133,8 @@ def _comparing(
 
 
 def _heads_of_norms(model: Any) -> dict[str, slice]:
-    """Return which heads this rank has, by the names of the norms of queries and of keys. Several
-    ranks may have the same head of keys."""
+    """Return this rank's heads by the names of the query and key norms. Several ranks can have the
+    same key head."""
     found = {}
     for name, module in model.named_modules():
         if isinstance(module, CausalSelfAttention):
@@ -137,8 +148,8 @@ def _heads_of_norms(model: Any) -> dict[str, slice]:
 
 
 def _watch(stack: ExitStack, name: str, module, look: Callable) -> None:
-    """Until the stack closes, call look(kind, name, module, value) with what a module is given and
-    returns."""
+    """Call look(kind, name, module, value) with the inputs and outputs of a module until the stack
+    closes."""
 
     def before(_, given):
         look("input", name, module, given)
@@ -146,7 +157,7 @@ def _watch(stack: ExitStack, name: str, module, look: Callable) -> None:
     def after(_, given, returned):
         look("output", name, module, returned)
 
-    if hasattr(module, "project"):  # of queries, keys and values, which attention calls itself
+    if hasattr(module, "project"):  # the fused QKV projection: attention calls `project` directly
         project = module.project
 
         @wraps(project)
@@ -171,7 +182,7 @@ def _difference(
     reference: Reference,
     tolerance: float,
 ) -> Difference:
-    """Compare an activation of ours with those values of the whole one that are at these places."""
+    """Compare an activation with the values of the full one at the given places."""
     whole = reference.seen(whole)
     features = whole[0, 0].numel()
     tokens = places // features
@@ -187,10 +198,10 @@ def _difference(
 
 
 def _places(whole: torch.Tensor) -> torch.Tensor:
-    """Return the place of each value of a tensor, in its shape."""
+    """Return the flat index of each value of a tensor, in the tensor's shape."""
     return torch.arange(whole.numel()).view(whole.shape)
 
 
 def largest(x: torch.Tensor) -> float:
-    """Return the largest absolute value; 0 of nothing."""
+    """Return the largest absolute value; 0 if the tensor is empty."""
     return float(x.abs().max()) if x.numel() else 0.0

@@ -1,5 +1,5 @@
-"""Measure how far a rank's tensors are from its parts of those of one process, and what is
-noticeable about those that differ: a factor, a sum over ranks that is missing, another order."""
+"""Measure how far a rank's tensors are from its shards of one process's tensors, and find patterns
+in the differences: a factor, a missing sum over ranks, or another order."""
 
 import math
 from collections.abc import Iterator
@@ -13,17 +13,19 @@ from megazoo.parallel.context import ParallelContext
 from megazoo.testing.batches import ROWS
 from megazoo.testing.parts import part_of
 
-UNEXPLAINED = 0.01  # of a difference, which a clue may leave
+UNEXPLAINED = 0.01  # fraction of a difference that a clue may leave unexplained
 
 
 @dataclass(frozen=True)
 class Clue:
-    """What is noticeable about a tensor that differs from the expected one.
+    """A pattern in a tensor that differs from the expected one.
 
-    factor: it is the expected one times this; nan if it is no multiple. sums: of each axis along
-    which the ranks' tensors add up to a multiple of the expected one, which multiple. everywhere:
-    it differs by the same features at every token. reordered: it has the expected values in another
-    order.
+    Attributes:
+        factor: The tensor is this multiple of the expected one; nan if it is not a multiple.
+        sums: Axes along which the ranks' tensors add up to a multiple of the expected one, and that
+            multiple.
+        everywhere: The difference is the same at every token.
+        reordered: The values are the expected ones in another order.
     """
 
     factor: float = math.nan
@@ -33,23 +35,30 @@ class Clue:
 
 
 def relative(distance: torch.Tensor | float, size: torch.Tensor | float) -> float:
-    """Return a distance over the size of what is expected; inf for nan."""
+    """Return a distance divided by the expected size; inf if the result is nan."""
     value = float(distance) / max(float(size), 1e-30)
     return math.inf if math.isnan(value) else value
 
 
 def own_rows(tensor: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
-    """Return the rows of the global batch that are this replica's."""
+    """Return this replica's rows of the global batch."""
     return tensor.chunk(ctx.dp_size)[ctx.dp_rank]
 
 
 def parameter_pairs(
     tensors: dict, expected: dict, model: Any, ranges: dict[str, tuple[int, int]] | None = None
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Yield, of each parameter that both have, its name, and what this rank has and should have,
-    flat, in double precision.
+    """Yield the name, the actual and the expected values of each parameter in both dictionaries.
 
-    ranges: under ZeRO-1 the elements (first, last + 1) of this rank's flattened part that it has.
+    Args:
+        tensors: This rank's shards, keyed by parameter name.
+        expected: The full tensors, keyed by parameter name.
+        model: The model.
+        ranges: With ZeRO-1, the elements (first, last + 1) of this rank's flattened shard that it
+            has.
+
+    Yields:
+        The name, and this rank's actual and expected values, flat and in double precision.
     """
     ctx = model.ctx
     for entry in model.entries():
@@ -71,10 +80,10 @@ def parameter_pairs(
 def parameter_distances(
     tensors: dict, expected: dict, model: Any, ranges: dict | None = None
 ) -> dict[str, float]:
-    """Return how far this rank's tensor of each parameter is from the expected one.
+    """Return the distance of this rank's shard of each parameter from the expected one.
 
-    The distance is over the whole tensor's norm, or over a thousandth of that of all together if
-    that is more. ranges: as in parameter_pairs.
+    Distances are divided by the full tensor's norm, or by a thousandth of the global norm if that
+    is larger. For the arguments see `parameter_pairs`.
     """
     norms = {name: tensor.double().norm() for name, tensor in expected.items()}
     least = 1e-3 * torch.stack(list(norms.values())).norm()
@@ -85,8 +94,8 @@ def parameter_distances(
 
 
 def gradients_of(model: Any) -> dict[str, torch.Tensor]:
-    """Return the gradients of the parameters that are trained, by global name; zeros for one that
-    has got none, so that it is compared, too."""
+    """Return the gradients of trained parameters by global name. Missing gradients are zeros, so
+    that they are compared."""
     return {
         name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         for name, parameter in model.named_parameters()
@@ -97,8 +106,8 @@ def gradients_of(model: Any) -> dict[str, torch.Tensor]:
 def gradient_factors(
     gradients: dict, expected: dict, model: Any, ranges: dict | None = None
 ) -> dict[str, float]:
-    """Return, of each parameter, by what its expected gradient is multiplied on this rank; nan if
-    it is no multiple."""
+    """Return the factor between each gradient on this rank and the expected one; nan if it is not a
+    multiple."""
     return {
         name: _factor(ours, theirs, UNEXPLAINED * ours.norm())
         for name, ours, theirs in parameter_pairs(gradients, expected, model, ranges)
@@ -109,10 +118,13 @@ def gradient_factors(
 def activation_pairs(
     model: Any, ours: dict, expected: dict
 ) -> Iterator[tuple[tuple[str, str], torch.Tensor, torch.Tensor]]:
-    """Yield, of each module's input and output, ("input" or "output", name), what this rank has of
-    a step, and its part of what one process had.
+    """Yield this rank's inputs and outputs of modules in a step, and its shards of those in one
+    process.
 
-    What that part is can't always be told: see part_of.
+    Activations for which the shard is unknown are skipped (see part_of).
+
+    Yields:
+        The key ("input" or "output", module), the actual and the expected values.
     """
     for name, module in model.named_modules():
         for kind, dim in (("input", 1), ("output", 0)):
@@ -126,7 +138,7 @@ def activation_pairs(
 
 
 def activation_distances(model: Any, ours: dict, expected: dict) -> dict[tuple[str, str], float]:
-    """Return how far this rank's activations of a step are from its part of those of one
+    """Return the distances of this rank's activations in a step from its shards of those in one
     process."""
     return {
         key: relative((mine - part).norm(), part.norm())
@@ -137,8 +149,8 @@ def activation_distances(model: Any, ours: dict, expected: dict) -> dict[tuple[s
 def activation_clues(
     model: Any, ours: dict, expected: dict, keys: set
 ) -> dict[tuple[str, str], Clue]:
-    """Return what is noticeable about some activations; the tp ranks call this together, with the
-    same keys."""
+    """Return clues for the activations with the given keys. All tp ranks call this together with
+    the same keys."""
     clues = {}
     for key, mine, part in activation_pairs(model, ours, expected):
         if key in keys:
@@ -150,28 +162,28 @@ def activation_clues(
 
 
 def gradient_clues(gradients: dict, expected: dict, model: Any, names: set) -> dict[str, Clue]:
-    """Return what is noticeable about the gradients of some parameters; all ranks call this
-    together, with the same names."""
+    """Return clues for the gradients of the named parameters. All ranks call this together with the
+    same names."""
     ctx, specs = model.ctx, {entry.name: entry.spec for entry in model.entries()}
     clues = {}
     for name, ours, theirs in parameter_pairs(gradients, expected, model):
         if name in names:
             groups = {"tp": ctx.tp_group} if specs[name].shard is None else {}
-            if specs[name].replicas(ctx) is ctx.token_axis:  # else ranks may have other parts
+            if specs[name].replicas(ctx) is ctx.token_axis:  # otherwise other shards
                 groups |= {"cp": ctx.cp_group, "dp": ctx.dp_group}
             clues[name] = _clue(ours, theirs, _sums(ours, theirs, groups))
     return clues
 
 
 def _without_bias(x: torch.Tensor) -> torch.Tensor:
-    """Return activations without their mean over tokens, which a bias that is added to each part of
-    a sum shifts."""
+    """Return activations minus their mean over tokens. A bias that is added on each rank before a
+    sum changes only the mean."""
     return x - x.flatten(0, -2).mean(dim=0)
 
 
 def _sums(ours: torch.Tensor, theirs: torch.Tensor, groups: dict) -> dict[str, float]:
-    """Return of which groups of ranks the tensors add up to a multiple of the expected one, and of
-    which."""
+    """Return the axes along which the ranks' tensors add up to a multiple of the expected one, and
+    that multiple."""
     found, left = {}, UNEXPLAINED * (ours - theirs).norm()
     for axis, group in groups.items():
         if group is not None and group.size() > 1:
@@ -185,7 +197,7 @@ def _sums(ours: torch.Tensor, theirs: torch.Tensor, groups: dict) -> dict[str, f
 def _clue(ours: torch.Tensor, theirs: torch.Tensor, sums: dict[str, float]) -> Clue:
     difference = (ours - theirs).double()
     left, everywhere = UNEXPLAINED * difference.norm(), False
-    if difference.dim() > 1 and difference.shape[-1] > 1:  # and the rest is as it should be
+    if difference.dim() > 1 and difference.shape[-1] > 1:  # and everything else is as expected
         rest = UNEXPLAINED * _without_bias(theirs).norm()
         everywhere = bool(_without_bias(difference).norm() <= min(left, rest))
     a, b = (x.flatten().double().sort().values for x in (ours, theirs))
@@ -194,8 +206,8 @@ def _clue(ours: torch.Tensor, theirs: torch.Tensor, sums: dict[str, float]) -> C
 
 
 def _factor(ours: torch.Tensor, theirs: torch.Tensor, left: torch.Tensor) -> float:
-    """Return by what the expected tensor is to be multiplied to become this one, but for what may
-    be left; nan if no number will do."""
+    """Return the factor by which the expected tensor differs, or nan if more than `left` remains
+    unexplained."""
     ours, theirs = ours.flatten().double(), theirs.flatten().double()
     factor = relative(ours @ theirs, theirs @ theirs)
     return factor if (ours - factor * theirs).norm() <= left else math.nan

@@ -1,4 +1,4 @@
-"""Record what the dropout of a small model draws from, in a layout or in one process."""
+"""Record the seeds that the dropout of a small model uses, in a layout or in one process."""
 
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -16,11 +16,14 @@ from megazoo.testing.shrink import shrink
 
 @dataclass
 class Draws:
-    """What a Dropout drew from in a step.
+    """The seeds of a Dropout in a step.
 
-    parallel: tp ranks should differ. seeds: of each micro-batch, in the order of the draws.
-    redrawn: the recomputation of a layer drew from something else. repeated: the next step drew
-    from a seed of this one. evaluated: an evaluation drew, too.
+    Attributes:
+        parallel: tp ranks must have different masks.
+        seeds: A seed per micro-batch, in the order of use.
+        redrawn: Recomputing a layer used another seed.
+        repeated: The next step used a seed of this step.
+        evaluated: Dropout was active in an evaluation.
     """
 
     parallel: bool
@@ -31,15 +34,17 @@ class Draws:
 
 
 def dropout_draws(config: Any, schedule: str, ctx: ParallelContext) -> dict[str, Draws]:
-    """Return what each Dropout of a small model of the kind, of as many layers, draws from.
+    """Return the seeds of each Dropout of a small model with the same structure and number of
+    layers.
 
-    It is trained one step, in which all replicas are given the same tokens; once more, in which all
-    layers are recomputed in backward; and as another step. Then it is evaluated.
+    The model is trained for one step with the same tokens on all replicas. The step is repeated
+    with all layers recomputed in the backward pass, and then as another step. Finally the model is
+    evaluated.
     """
     rates = dict.fromkeys(_dropout_rates(config), 0.1)
     if not rates:
         return {}
-    layers = {"layers": config.layers} if hasattr(config, "layers") else {}  # to fill the stages
+    layers = {"layers": config.layers} if hasattr(config, "layers") else {}  # enough for the stages
     config = replace(shrink(config), **layers, **rates)
     model = from_config(config, ctx, seed=3)
     batch = make_batch(0, config.vocab_size, model.longest_sequence(config))
@@ -60,13 +65,13 @@ def dropout_draws(config: Any, schedule: str, ctx: ParallelContext) -> dict[str,
 
 
 def _dropout_rates(config: Any) -> list[str]:
-    """Return the names of a config's rates of dropout."""
+    """Return the names of a config's dropout rates."""
     return [f.name for f in fields(config) if f.name.endswith("dropout")]
 
 
 @contextmanager
 def _recorded():
-    """Within this block fill the dictionary that it gives with what each Dropout draws from."""
+    """Within this block, record the seeds of each Dropout in the yielded dictionary."""
     draw, drawn = Dropout.draw, {}
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Name layouts: tp2pp2, dp2+zero, tp2pp4v2+sp, pp2+zb-h1, tp2cp2+ulysses."""
+"""Parallel layouts and their names: tp2pp2, dp2+zero, tp2pp4v2+sp, pp2+zb-h1, tp2cp2+ulysses."""
 
 import re
 from contextlib import suppress
@@ -12,17 +12,26 @@ from megazoo.parallel.context import CP_METHODS, ParallelContext
 from megazoo.parallel.schedule import SCHEDULES, check_schedule, placement_named_by
 from megazoo.testing.ranks import GROUP_TIMEOUT
 
-# How a name writes each size, and the attribute of it.
+# Sizes in a layout's name, and their attributes.
 SIZES = {"tp": "tp", "cp": "cp", "pp": "pp", "dp": "dp", "v": "virtual"}
-# The ways of context parallelism that a name must say: all but the first.
+# Context-parallel methods that a name must contain: all except the default.
 OTHER_METHODS = CP_METHODS[1:]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model is cut, by sizes, and how it is run.
+    """A parallel layout: sizes and options.
 
-    virtual: stages of a rank. zero: 1 for ZeRO-1. cp_method: one of CP_METHODS.
+    Attributes:
+        tp: Tensor-parallel size.
+        pp: Pipeline-parallel size.
+        dp: Data-parallel size.
+        virtual: Stages per rank.
+        sequence_parallel: Use sequence parallelism.
+        zero: 1 for ZeRO-1.
+        schedule: Pipeline schedule.
+        cp: Context-parallel size.
+        cp_method: One of CP_METHODS.
     """
 
     tp: int = 1
@@ -37,13 +46,17 @@ class Layout:
 
     @classmethod
     def named(cls, name: str) -> "Layout":
-        """Return the layout that a name stands for; UserError if it stands for none."""
+        """Parse the name of a layout.
+
+        Raises:
+            UserError: The name is invalid.
+        """
         sizes, *options = name.split("+")
         axis = "|".join(SIZES)
         found = re.fullmatch(rf"(({axis})[1-9]\d*)*", sizes)
         pairs = re.findall(rf"({axis})(\d+)", sizes)
         given: dict[str, Any] = {SIZES[name]: int(size) for name, size in pairs}
-        if len(given) < len(pairs):  # tp2tp4: which one?
+        if len(given) < len(pairs):  # a size is given twice: tp2tp4
             found = None
         for option in options:
             if option == "sp":
@@ -78,7 +91,7 @@ class Layout:
         return "+".join([sizes or "tp1", *filter(None, on)])
 
     def check(self, config: Any) -> None:
-        """Raise UserError if a model can't be cut, or run, in this layout."""
+        """Raise UserError if the model cannot be sharded or run in this layout."""
         if self.sequence_parallel and self.tp == 1:
             raise UserError(f"{self}: sequence parallelism needs tp above 1")
         if self.cp_method in OTHER_METHODS and self.cp == 1:
@@ -87,18 +100,19 @@ class Layout:
         try:
             check_schedule(self.schedule, self.pp, self.virtual)
             family.check(config, self.tp, self.pp, self.virtual)
-            if self.cp_method in OTHER_METHODS:  # which layers refuse that have too few heads
+            if self.cp_method in OTHER_METHODS:  # raises if a layer has too few heads
                 family.on_meta(config, self._virtual_context())
         except UserError as error:
             raise UserError(f"{self}: {error}") from None
 
     @property
     def ranks(self) -> int:
-        """How many ranks it takes."""
+        """Number of ranks."""
         return self.tp * self.cp * self.pp * self.dp
 
     def context(self) -> ParallelContext:
-        """Join the ranks of the layout, in a process group of as many, on the CPU."""
+        """Create the parallel context of the layout on the CPU, in a process group of that many
+        ranks."""
         return ParallelContext.from_torch(
             self.tp,
             self.pp,
@@ -125,16 +139,16 @@ class Layout:
 
 
 def switches() -> str:
-    """List what can be on in a layout: +sp, +zero, and so on."""
+    """Return the options of layouts as a text: "+sp, +zero, ..."."""
     return ", ".join(f"+{name}" for name in ("sp", "zero", *OTHER_METHODS, *SCHEDULES))
 
 
 def all_layouts(config: Any, ranks: int) -> list[Layout]:
-    """Return the layouts, of powers of two, into which a model can be cut on at most so many ranks;
-    each with all that can be on.
+    """Return all layouts of a model on at most `ranks` ranks, with all combinations of options.
+    Sizes are powers of two.
 
-    Of context parallelism the other methods are there without ZeRO and with the schedule that is
-    the default alone: they change what a layer sends, and neither of these.
+    Other context-parallel methods are listed only without ZeRO and with the default schedule,
+    because a method changes the communication of a layer, but neither of these.
     """
     sizes, layouts = [1 << n for n in range(ranks.bit_length()) if 1 << n <= ranks], []
     for tp, cp, pp, dp in product(sizes, repeat=4):
@@ -156,7 +170,7 @@ def all_layouts(config: Any, ranks: int) -> list[Layout]:
 
 
 def _ways_to_run(pp: int) -> list[tuple[str, int]]:
-    """Return the schedules of a pipeline, each with the stages of a rank."""
+    """Return pairs of a pipeline schedule and the stages per rank."""
     plain = Layout.schedule
     if pp == 1:
         return [(plain, 1)]

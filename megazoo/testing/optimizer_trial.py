@@ -1,5 +1,5 @@
-"""Check the optimizer by itself: its weights against AdamW and Muon as their papers have them, and
-whether all ranks skip a step whose gradients overflow on one."""
+"""Check the optimizer separately: compare its weights with reference implementations of AdamW and
+Muon, and check that all ranks skip a step whose gradients overflow on one rank."""
 
 import math
 from itertools import accumulate, pairwise
@@ -12,24 +12,23 @@ from megazoo.optim.muon import Muon, linear_names
 from megazoo.testing.distances import parameter_distances
 
 OPTIMIZERS = ("adamw", "muon")
-# Adam's epsilon: with a small one, gradients that are nothing but rounding make steps as large as
-# any.
+# eps is large, because with a small eps gradients that are only rounding errors cause full steps.
 SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-3, "weight_decay": 0.1}
 OF_MATRICES = {"lr": 1e-3, "momentum": 0.95, "ns_steps": 5, "weight_decay": 0.1}
-CLIP = 0.1  # small enough to be active
-LOSS_SCALE = 2.0**10  # of the ranks of a layout, beside one process without: exact in fp32
+CLIP = 0.1  # small enough that gradients are clipped
+LOSS_SCALE = 2.0**10  # only in layouts, not in one process; a power of two is exact in fp32
 
 
 def make_optimizer(name: str, model: Any, zero: int) -> AdamW:
-    """Make the optimizer of a check: one of OPTIMIZERS."""
+    """Create the optimizer of a check, one of OPTIMIZERS."""
     if name == "adamw":
         return AdamW(model, **SETTINGS, clip_grad=CLIP, zero=zero)
     return Muon(model, **OF_MATRICES, adamw=SETTINGS, clip_grad=CLIP, zero=zero)
 
 
 def matrix_rows_of(name: str, model: Any) -> dict[str, tuple[int, ...]]:
-    """Return the weights that an optimizer steps as matrices, and how many rows each matrix of one
-    has, one below the other: q, k and v of a fused projection."""
+    """Return the weights that an optimizer treats as matrices, and the number of rows of each
+    matrix. A fused weight contains several matrices, such as q, k and v."""
     if name == "adamw":
         return {}
     parts = {}
@@ -46,12 +45,12 @@ def beside_plain_steps(
     weights: dict[str, torch.Tensor],
     matrices: dict[str, tuple[int, ...]],
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Return how far weights are from those of plain AdamW and Muon, and from those of an AdamW
-    that decays all that is trained.
+    """Return the distances of weights from those of a reference optimizer, and from those of an
+    AdamW that applies weight decay to all trained parameters.
 
-    initial, gradients: as in `plain_steps`. matrices: as `matrix_rows_of` gives them.
+    For the arguments see `plain_steps`.
     """
-    ours = {entry.name for entry in model.entries()}  # a module's own parameters are not stepped
+    ours = {entry.name for entry in model.entries()}  # only what the optimizer updates
     initial = {name: weight for name, weight in initial.items() if name in ours}
     gradients = [{name: g for name, g in step.items() if name in ours} for step in gradients]
     plain, decaying = (
@@ -67,8 +66,15 @@ def plain_steps(
     matrices: dict[str, tuple[int, ...]],
     decay_all: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """Return the weights after an optimizer's steps, in double precision: of matrices by Muon, of
-    all else by AdamW. Arguments: as in `plain_adamw`."""
+    """Return the weights after the steps of a reference optimizer, in double precision: Muon for
+    matrices, AdamW for all other parameters.
+
+    Args:
+        initial: Weights, keyed by parameter name.
+        gradients: Gradients of the trained parameters, per step.
+        matrices: As returned by `matrix_rows_of`.
+        decay_all: Apply weight decay to all trained parameters.
+    """
     of_muon = [{name: g for name, g in step.items() if name in matrices} for step in gradients]
     others = [{name: g for name, g in step.items() if name not in matrices} for step in gradients]
     scales = [clip_scale(step) for step in gradients]
@@ -77,7 +83,7 @@ def plain_steps(
 
 
 def clip_scale(gradients: dict[str, torch.Tensor]) -> float:
-    """Return by what gradients are multiplied, for a global norm of at most CLIP."""
+    """Return the factor that limits the global norm of gradients to CLIP."""
     norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
     return min(1.0, CLIP / (norm + 1e-6))
 
@@ -93,9 +99,8 @@ def plain_muon(
     ns_steps: int,
     weight_decay: float,
 ) -> dict[str, torch.Tensor]:
-    """Return the weights after Muon's steps, with Nesterov's correction, in double precision
-    (Jordan et al. 2024). Arguments: as in `plain_adamw`; matrices: as `matrix_rows_of` gives
-    them."""
+    """Return the weights after steps of Muon with Nesterov momentum, in double precision (Jordan et
+    al. 2024). For the arguments see `plain_adamw` and `plain_steps`."""
     weights = {name: weight.double() for name, weight in initial.items()}
     moments = {name: torch.zeros_like(weights[name]) for name in matrices}
     for of_step, scale in zip(gradients, scales, strict=True):
@@ -110,7 +115,7 @@ def plain_muon(
 
 
 def _plain_direction(matrix: torch.Tensor, ns_steps: int) -> torch.Tensor:
-    """Return a matrix of momentum, orthogonalised: G of the article, and Jordan's factor."""
+    """Return an orthogonalised momentum matrix, multiplied by Jordan's factor."""
     x = matrix / max(matrix.norm(), 1e-7)
     for _ in range(ns_steps):
         x = 3.4445 * x - 4.7750 * (x @ x.T) @ x + 2.0315 * (x @ x.T) @ (x @ x.T) @ x
@@ -128,11 +133,17 @@ def plain_adamw(
     weight_decay: float,
     decay_all: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """Return the weights after AdamW's steps, in double precision (Loshchilov and Hutter 2019).
+    """Return the weights after steps of AdamW, in double precision (Loshchilov and Hutter 2019).
 
-    initial: weights by name; gradients: of each step, of those that are trained; scales: by what
-    each step's are multiplied. Parameters of two and more dimensions decay, or with decay_all every
-    one that is trained.
+    Args:
+        initial: Weights, keyed by parameter name.
+        gradients: Gradients of the trained parameters, per step.
+        scales: Factor of the gradients, per step.
+        lr: Learning rate.
+        betas: Decay rates of the moments.
+        eps: Epsilon.
+        weight_decay: Weight decay of parameters with two or more dimensions.
+        decay_all: Apply weight decay to all trained parameters.
     """
     weights = {name: weight.double() for name, weight in initial.items()}
     first = {name: torch.zeros_like(weight) for name, weight in weights.items()}
@@ -150,7 +161,7 @@ def plain_adamw(
 
 
 def skips_overflow(model: Any, optimizer: Any) -> bool:
-    """Return whether this rank skips a step whose gradients overflow on the last rank alone."""
+    """Return whether this rank skips a step whose gradients overflow only on the last rank."""
     ctx = model.ctx
     overflowing = ctx.rank == ctx.world_size - 1
     value = math.inf if overflowing else 0.0

@@ -1,4 +1,4 @@
-"""Tell which part of a module's whole input or output a rank has."""
+"""Find which part of a module's full input or output a rank has."""
 
 from typing import Any
 
@@ -11,12 +11,12 @@ from megazoo.parallel.sequence import SequenceCut, padded_length
 def part_of(
     whole: torch.Tensor, ours: torch.Tensor, module: Any, dim: int, ctx: ParallelContext
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return a module's input (dim 1) or output (dim 0) on this rank, and the part of the whole
-    that it should be, without the padding that the ranks need to share a sequence.
+    """Return a module's input or output on this rank (`ours`), and the matching part of the full
+    tensor (`whole`), without sequence padding. None if the part is unknown.
 
-    whole: of one process, [rows, sequence, features] or [rows, sequence, heads, head size]. ours:
-    what the rank has. The part is all, the rank's part of the sequence, or the features that
-    dimension `dim` of the module's weight is of. None if that can't be told.
+    The part can be the full tensor, the rank's part of the sequence, or the features of the rank's
+    shard of the weight. `whole` is [rows, sequence, features] or [rows, sequence, heads, head
+    size]. `dim` is the dimension of the weight: 1 for an input, 0 for an output.
     """
     if whole.shape == ours.shape:
         return ours, whole
@@ -26,7 +26,7 @@ def part_of(
     if part.shape[2] != features:
         part = _features_of_rank(part, module, dim, ctx)
     if part is None and whole.dim() == 4 and whole.shape[2] == ours.shape[2] * ctx.tp_size:
-        # heads that are normalised each alone: the weight doesn't say how they are cut
+        # heads that are normalised separately: the weight has no dimension for heads
         part = whole.chunk(ctx.tp_size, dim=2)[ctx.tp_rank].flatten(2)
     if part is None or part.shape[2] != features:
         return None
@@ -38,8 +38,8 @@ def part_of(
 
 
 def _places_of_rank(length: int, tokens: int, ctx: ParallelContext) -> torch.Tensor | None:
-    """Return where in a sequence of `length` the rank's tokens are, [tokens]; beyond it those that
-    are padding. None if a rank never has so many."""
+    """Return the positions of the rank's tokens, [tokens]. Positions from `length` on are padding.
+    None if a rank cannot have this number of tokens."""
     padded = padded_length(length, ctx)
     cut = SequenceCut.of(padded, ctx)
     places = torch.arange(padded) if cut is None else cut.positions(torch.device("cpu"))
@@ -51,13 +51,14 @@ def _places_of_rank(length: int, tokens: int, ctx: ParallelContext) -> torch.Ten
 def _features_of_rank(
     whole: torch.Tensor, module, dim: int, ctx: ParallelContext
 ) -> torch.Tensor | None:
-    """Return the features of `whole`, [rows, sequence, features], that the rank's part of dimension
-    `dim` of a module's weight is of; None if that dimension isn't cut, or is of something else."""
-    owner = getattr(module, "owner", module)  # of a head that is tied
+    """Return the features of `whole` [rows, sequence, features] that match the rank's shard of the
+    module's weight in dimension `dim`. None if that dimension is not sharded or has another
+    size."""
+    owner = getattr(module, "owner", module)  # a tied head uses the embedding's weight
     spec = getattr(owner, "specs", {}).get("weight")
     if not spec or not spec.shard:
         return None
-    dim = min(dim, len(spec.shape) - 1)  # the weight of a norm has one dimension, for both
+    dim = min(dim, len(spec.shape) - 1)  # a norm's weight has one dimension for inputs and outputs
     if spec.shard.dim != dim or spec.shape[dim] != whole.shape[2]:
         return None
     pieces = sorted(spec.pieces(ctx.place), key=lambda piece: piece.offset[dim])

@@ -1,4 +1,4 @@
-"""Ranks for tests: a pool of gloo processes on this machine, used again and again."""
+"""Ranks for tests: a reusable pool of gloo processes on this machine."""
 
 import multiprocessing
 import os
@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 GROUP_TIMEOUT = timedelta(seconds=60)
-# What the server of ranks imports when the first pool starts it: what every rank needs, and what a
-# program adds of its own. symbolic_shapes is what torch imports, with sympy, in the first backward.
+# Modules that the fork server imports when the first pool starts it; programs can add modules.
+# torch imports symbolic_shapes (with sympy) in the first backward pass.
 PRELOADED = [
     "megazoo.models",
     "megazoo.optim",
@@ -26,16 +26,15 @@ PRELOADED = [
 
 
 class RankError(RuntimeError):
-    """A function failed on a rank, or did not return in time; the text has the rank's traceback."""
+    """A function failed or timed out on a rank. The text contains the rank's traceback."""
 
 
 class RankPool:
-    """Processes that stand for ranks. `run` gives each a function to call within a fresh process
-    group.
+    """Processes that act as ranks. `run` calls a function on each of them, in a new process group.
 
-    The processes are forked from a server that has imported torch, so that starting one costs
-    little; each starts with one thread. After a failure the pool is replaced: a rank that is stuck
-    in a collective can't be used again.
+    The processes are forked from a server that has imported torch, so that they start quickly. Each
+    starts with one thread. After a failure all processes are replaced, because a rank that hangs in
+    a collective cannot be used again.
     """
 
     def __init__(self):
@@ -46,12 +45,22 @@ class RankPool:
     def run(
         self, function: Callable, world_size: int, *args: Any, timeout: float = 120, **kwargs: Any
     ) -> list:
-        """Call function(*args, **kwargs) on `world_size` ranks; return what each returned, in the
-        order of the ranks.
+        """Call function(*args, **kwargs) on each rank.
 
-        function: importable by name. torch.distributed is initialised (gloo), RANK and WORLD_SIZE
-        are set as torchrun sets them. timeout: seconds, for all. Raises RankError if a rank fails
-        or the time is up.
+        torch.distributed is initialised (gloo), and RANK and WORLD_SIZE are set as by torchrun.
+
+        Args:
+            function: An importable function.
+            world_size: Number of ranks.
+            *args: Arguments of the function.
+            timeout: Seconds until all ranks must have returned.
+            **kwargs: Keyword arguments of the function.
+
+        Returns:
+            The result of each rank, in the order of ranks.
+
+        Raises:
+            RankError: A rank failed or timed out.
         """
         while len(self._workers) < world_size:
             here, there = self._context.Pipe()
@@ -66,7 +75,7 @@ class RankPool:
             return self._answers(world_size, timeout)
 
     def _answers(self, world_size: int, timeout: float) -> list:
-        """Wait for what each rank returns. If one fails or is late, end all processes and raise
+        """Wait for the result of each rank. On a failure or timeout, end all processes and raise
         RankError."""
         pipes = {pipe: rank for rank, (_, pipe) in enumerate(self._workers[:world_size])}
         results, failures, deadline = {}, {}, time.monotonic() + timeout
@@ -100,12 +109,12 @@ class RankPool:
 
 
 def _send(pipe, value) -> None:
-    """Pickle the value whole: `pipe.send` would open a connection for each tensor in it."""
+    """Pickle the full value. `pipe.send` would open a connection per tensor."""
     pipe.send_bytes(pickle.dumps(value))
 
 
 def _serve(pipe) -> None:
-    """Call one function after the other, as a rank, until the pipe is closed."""
+    """Run functions as a rank until the pipe is closed."""
     torch.set_num_threads(1)
     while True:
         try:
@@ -120,8 +129,8 @@ def _serve(pipe) -> None:
                 "gloo", store=store, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT
             )
             answer = function(*args, **kwargs), None
-            if dist.is_initialized():  # a whole program may have ended it itself
-                # else a rank that is early would break connections that others still make
+            if dist.is_initialized():  # a program may have destroyed it
+                # a rank that leaves early breaks connections that others still open
                 dist.barrier()
                 dist.destroy_process_group()
             _send(pipe, answer)

@@ -1,5 +1,5 @@
-"""Run a reference, and keep what a model of ours is compared with: its logits and loss, what its
-modules were given and returned, and its weights, all in the order of our rows."""
+"""Run a reference and store its logits, loss, module inputs and outputs, and weights. Rows are
+stored in the order of megazoo's weights."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -19,10 +19,12 @@ from megazoo.parallel.context import ParallelContext
 
 @dataclass(frozen=True)
 class Twin:
-    """The modules of a reference that make what one module of ours makes.
+    """The modules of a reference that correspond to one module of the model.
 
-    parts: their names, and which rows of our weight each has. labels: what the parts of ours are
-    called, and how many rows each has; none if it has no parts. transposed: as in HFNames.
+    Attributes:
+        parts: Their names, and the rows of the model's weight in each.
+        labels: The names of the weight's parts and their numbers of rows; empty if it has no parts.
+        transposed: As in HFNames.
     """
 
     parts: list[tuple[str, list[Run]]]
@@ -30,7 +32,8 @@ class Twin:
     transposed: bool
 
     def theirs(self, row: int) -> tuple[str, int]:
-        """Return the module of the reference that has a row of ours, and which row it is there."""
+        """Return the reference's module that contains a row of the model's weight, and the row's
+        number there."""
         for name, runs in self.parts:
             for run in runs:
                 if 0 <= row - run.ours < run.count:
@@ -38,7 +41,8 @@ class Twin:
         raise IndexError(row)
 
     def label(self, row: int) -> str:
-        """Return what the part is called that a row of ours is in: q, k or v, say; or nothing."""
+        """Return the name of the part that contains a row of the model's weight (such as q, k or
+        v), or ""."""
         for name, count in self.labels:
             if row < count:
                 return name
@@ -46,7 +50,7 @@ class Twin:
         return ""
 
     def joined(self, tensors: list[torch.Tensor]) -> torch.Tensor:
-        """Make one tensor of those of the parts, whose last dimension is their rows."""
+        """Join the tensors of the parts. Rows are in the last dimension."""
         if len(self.parts) == len(self.parts[0][1]) == 1:
             return tensors[0]
         sizes = [sum(run.count for run in runs) for _, runs in self.parts]
@@ -62,13 +66,19 @@ class Twin:
 
 @dataclass
 class Reference:
-    """What a reference made of a batch.
+    """The results of a reference on a batch.
 
-    input_ids, attention_mask: the batch, int64 [rows, sequence]. logits: [rows, sequence,
-    vocabulary]. twins: by our modules' global names. activations: ("input" or "output", global name
-    of our module) -> what its twin was given or returned, in the order of the forward. weights: by
-    our global names. has_all_weights: whether each parameter of ours is among them. gradients: of
-    the loss, fp32, by the names of the weights; none if they were not asked for.
+    Attributes:
+        name: Name of the reference.
+        input_ids: int64 [rows, sequence].
+        attention_mask: int64 [rows, sequence], or None.
+        logits: [rows, sequence, vocabulary].
+        twins: Twins by the global names of the model's modules.
+        activations: Inputs and outputs of twins in the order of the forward pass, by ("input" or
+            "output", global name of the model's module).
+        weights: Weights by the global names of the model's parameters.
+        has_all_weights: Whether `weights` contains every parameter of the model.
+        gradients: Gradients of the loss by parameter name, fp32; empty if not requested.
     """
 
     name: str
@@ -83,7 +93,8 @@ class Reference:
 
     @property
     def labels(self) -> torch.Tensor:
-        """The labels of the loss: the ids, without what is padding or is predicted from it."""
+        """The labels of the loss: input_ids, without padding and without tokens that are predicted
+        from padding."""
         if self.attention_mask is None:
             return self.input_ids
         seen = self.attention_mask.bool()
@@ -91,17 +102,17 @@ class Reference:
 
     @property
     def loss(self) -> float:
-        """The mean of the cross-entropy over the labels, each predicted from the token before."""
+        """The mean cross-entropy over the labels. Each token is predicted from the previous one."""
         return float(self.loss_of(self.logits.double()))
 
     def loss_of(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return that mean of some logits, [rows, sequence, vocabulary]."""
+        """Return the mean cross-entropy of logits [rows, sequence, vocabulary]."""
         labels = self.labels[:, 1:].flatten().to(logits.device)
         logits = logits[:, :-1].flatten(0, 1)
         return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX)
 
     def seen(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return a tensor [rows, sequence, ...] with 0 where the batch is padding."""
+        """Return a tensor [rows, sequence, ...] with zeros at padding."""
         if self.attention_mask is None:
             return whole
         hidden = ~self.attention_mask.bool()
@@ -117,10 +128,16 @@ def run_reference(
     names: dict | None = None,
     gradients: bool = False,
 ) -> Reference:
-    """Call a reference with a batch, and keep what it makes of it.
+    """Run a reference on a batch and store its results.
 
-    family, config: of our model. names, and the rest: see `megazoo.testing.compare`. gradients:
-    keep those of the loss, too, if the reference is a module.
+    Args:
+        reference: As in `megazoo.testing.compare`.
+        family: Model class.
+        config: Config of the model.
+        input_ids: int64 [batch, sequence].
+        attention_mask: int64 [batch, sequence], or None.
+        names: As in `megazoo.testing.compare`.
+        gradients: Store gradients of the loss too, if the reference is an nn.Module.
     """
     more = {} if attention_mask is None else {"attention_mask": attention_mask}
     name = getattr(reference, "__name__", type(reference).__name__)
@@ -162,13 +179,13 @@ def run_reference(
 
 
 def _twins(ours: nn.Module, reference: nn.Module, names: dict) -> dict[str, Twin]:
-    """Return the twin of each module of ours whose modules the reference has all."""
+    """Return the twins of the model's modules. Modules without a complete twin are skipped."""
     table = {}
     for name, theirs in names.items():
         theirs = (theirs,) if isinstance(theirs, str) else theirs
         table[name] = theirs if isinstance(theirs, HFNames) else HFNames(*theirs)
     there, twins = dict(reference.named_modules(remove_duplicate=False)), {}
-    # GPT-NeoX' head has another name in files than in the model
+    # the head of GPT-NeoX has different names in files and in the model
     head = getattr(reference, "get_output_embeddings", lambda: None)()
     for name, module in ours.named_modules():
         theirs = names_in(table, name)
@@ -190,8 +207,8 @@ def _twins(ours: nn.Module, reference: nn.Module, names: dict) -> dict[str, Twin
 def _by_our_names(
     theirs: dict[str, torch.Tensor], ours: Any, twins: dict
 ) -> dict[str, torch.Tensor]:
-    """Return the reference's parameters, or their gradients, of each parameter of ours whose module
-    has a twin. theirs: by their names."""
+    """Convert the reference's parameters or gradients from its names to the model's, for all
+    modules with a twin."""
     weights = {}
     for entry in ours.entries():
         module, _, kind = entry.name.rpartition(".")
@@ -213,8 +230,8 @@ def _by_our_names(
 
 @contextmanager
 def _watching(reference: Any, twins: dict) -> Iterator[dict]:
-    """Within this block keep what the twins' modules are given and return: ("input" or "output",
-    their name) -> tensor, in the order of the forward."""
+    """Within this block, store the inputs and outputs of the twins' modules in the order of the
+    forward pass. Keys are ("input" or "output", the reference's module name)."""
     kept, handles = {}, []
 
     def keep(kind: str, name: str, value) -> None:
@@ -242,7 +259,7 @@ def _watching(reference: Any, twins: dict) -> Iterator[dict]:
 
 
 def _activations(kept: dict, twins: dict, rows: int) -> dict[tuple[str, str], torch.Tensor]:
-    """Return what the twins as wholes were given and returned, in the order of the forward."""
+    """Return the inputs and outputs of complete twins in the order of the forward pass."""
     order, found = {key: number for number, key in enumerate(kept)}, []
     for name, twin in twins.items():
         for kind in ("input", "output"):
@@ -257,7 +274,7 @@ def _activations(kept: dict, twins: dict, rows: int) -> dict[tuple[str, str], to
 
 
 def with_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return an activation that is the same for all rows of a batch, such as that of positions,
-    with so many: [sequence, features] or [1, sequence, features] -> [rows, sequence, features]."""
+    """Expand an activation that is shared by all rows, such as that of positions: [sequence,
+    features] or [1, sequence, features] -> [rows, sequence, features]."""
     x = x[None] if x.dim() == 2 else x
     return x.expand(rows, *x.shape[1:]) if len(x) == 1 else x

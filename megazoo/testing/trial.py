@@ -1,5 +1,5 @@
-"""Train in the processes of a check: keep what is computed on the way, and compare it with what one
-process has kept."""
+"""Train in the processes of a check. One process stores intermediate values, and the ranks of
+layouts compare their values with them."""
 
 import pickle
 import random
@@ -46,13 +46,14 @@ from megazoo.testing.optimizer_trial import (
     skips_overflow,
 )
 
-CLUES = 3  # things that differ, of each kind, that are looked at closely
+CLUES = 3  # number of differences of each kind that are analysed
 
 _imported: set[Path] = set()
 
 
 def import_once(file: Path | None) -> None:
-    """Run the Python file that registers a model, if there is one, unless this process has."""
+    """Run the Python file that registers a model, if it is given and was not run in this process
+    yet."""
     if file and file not in _imported:
         _imported.add(file)
         run_file(file)
@@ -60,12 +61,17 @@ def import_once(file: Path | None) -> None:
 
 @dataclass(frozen=True)
 class Subject:
-    """The model that is checked, as any process can build it.
+    """The model of a check, in a form from which any process can build it.
 
-    family, values: its config. load: a directory with its weights. import_: a file that registers
-    it. lora_rank: of adapters of all its linear layers, which alone are trained; 0 for none.
-    optimizer: one of OPTIMIZERS. within: makes the context in which every process trains, by
-    default none.
+    Attributes:
+        family: Name of the model family.
+        values: Values of the config.
+        load: Directory with weights, or None.
+        import_: Python file that registers the model, or None.
+        lora_rank: Rank of adapters on all linear layers, which are then the only trained
+            parameters; 0 for none.
+        optimizer: One of OPTIMIZERS.
+        within: Function that returns a context manager in which every process trains.
     """
 
     family: str
@@ -78,25 +84,34 @@ class Subject:
 
     @property
     def config(self) -> Any:
-        """The model's config, its file imported once."""
+        """The model's config. The model's file is imported first."""
         import_once(self.import_)
         return config_from_dict(self.family, self.values)
 
 
 @dataclass
 class Record:
-    """What one process keeps, by global name.
+    """Values that one process stores, by global name.
 
-    activations: of the first step with each kind of batch, ("input" or "output", module) -> what
-    its forwards were given or returned, [rows of the batch, ...], in the order of the computation.
-    gradients: of each step; weights: after each. logits, labelled, rows: of the first batch, before
-    it is trained on: the logits of its first rows, how many labelled tokens its mean is over, and
-    of each row the sum of their losses and their number, [rows, 2]. generators: what the first
-    steps draw from besides, Python's, NumPy's or torch's -> the module that does, "" if it is none.
-    draws: of each Dropout.
-    matrices: of the weights that Muon steps, how many rows each matrix has. plain, decaying: how
-    far the weights are from those of a plain optimizer, and of an AdamW that decays whatever is
-    trained.
+    Attributes:
+        initial: Initial weights.
+        activations: For the first step of each kind of batch: inputs and outputs, [rows of the
+            batch, ...], by ("input" or "output", module), in the order of the computation.
+        losses: Loss per step.
+        norms: Gradient norm per step.
+        gradients: Gradients per step.
+        weights: Weights after each step.
+        logits: Logits of the first batch's first rows, before training.
+        labelled: Number of labelled tokens of the first batch.
+        rows: Sum of losses and number of labelled tokens per row of the first batch, before
+            training: [rows, 2].
+        generators: Generators of Python, NumPy or torch that the first steps use, and the module
+            that uses them ("" if outside of modules).
+        draws: Dropout seeds per Dropout.
+        matrices: Number of rows of each matrix in the weights that Muon updates.
+        plain: Distances of the weights from those of a reference optimizer.
+        decaying: Distances of the weights from those of an AdamW that applies weight decay to all
+            trained parameters.
     """
 
     initial: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -117,15 +132,29 @@ class Record:
 
 @dataclass
 class Findings:
-    """What a rank found: its distances from the Record, and what is to be compared with other
-    ranks.
+    """Distances of a rank's values from the Record, and values that are compared between ranks.
 
-    coordinates: its rank along each axis. tied: parameters that other stages have, too. copied:
-    those of which several tp ranks have the same rows. factors: of each parameter, by what its
-    expected gradient of the first step is multiplied on the rank, nan if it is no multiple. clues:
-    of the first activations of each step, and gradients of the first, that differ anywhere.
-    generators: as a Record has them. skipped: whether it skips a step whose gradients overflow on
-    one rank, None if there is no such step.
+    Attributes:
+        coordinates: The rank along each axis.
+        tied: Parameters that other stages have too.
+        copied: Parameters of which several tp ranks have the same rows.
+        names: Names of the rank's parameters.
+        draws: Dropout seeds per Dropout.
+        initial: Distances of initial weights.
+        generators: As in `Record`.
+        activations: Distances of activations per step.
+        activation_clues: Clues for the first activations of each step that differ on any rank.
+        logits: Distance of the logits.
+        labelled: Number of labelled tokens of the first batch.
+        losses: Loss per step.
+        norms: Gradient norm per step.
+        gradients: Distances of gradients per step.
+        gradient_clues: Clues for the first gradients of the first step that differ on any rank.
+        factors: Factor between each gradient of the first step and the expected one; nan if it is
+            not a multiple.
+        weights: Distances of weights per step.
+        skipped: Whether the rank skips a step whose gradients overflow on one rank; None if not
+            tested.
     """
 
     coordinates: dict[str, int]
@@ -149,7 +178,7 @@ class Findings:
 
 
 def train_in_one_process(subject: Subject, steps: int, path: Path) -> None:
-    """Train on whole batches, and save the Record of it."""
+    """Train on whole batches and save the Record."""
     with subject.within():
         record, ctx = Record(), ParallelContext()
         record.draws = dropout_draws(subject.config, Layout.schedule, ctx)
@@ -174,17 +203,25 @@ def train_in_one_process(subject: Subject, steps: int, path: Path) -> None:
 def train_on_a_rank(
     subject: Subject, layout: Layout, steps: int, path: Path, tolerance: float
 ) -> Findings:
-    """Train this rank's part of a layout, and return how far it is from the Record at `path`.
+    """Train this rank's shard of the model.
 
-    tolerance: the distance above which something is looked at closely.
+    Args:
+        subject: The model.
+        layout: The layout.
+        steps: Number of steps.
+        path: File of the Record of one process.
+        tolerance: Larger distances are analysed for clues.
+
+    Returns:
+        The distances from the Record.
     """
     expected: Record = torch.load(path, weights_only=False, mmap=True)
     with subject.within():
-        config = subject.config  # whose file may have the layout's schedule, too
+        config = subject.config  # first: its file can register the schedule
         ctx = layout.context()
         draws = dropout_draws(config, layout.schedule, ctx)
         model, record = _build(subject, ctx), Record()
-        model.engine.loss_scale = LossScale(LOSS_SCALE)  # which nothing may be seen of
+        model.engine.loss_scale = LossScale(LOSS_SCALE)  # must not change any result
         weights = _copies(model)
         found = Findings(
             coordinates={name: ctx.axis(name).rank for name in ("tp", "cp", "pp", "dp")},
@@ -232,7 +269,7 @@ def train_on_a_rank(
 
 
 def _generator_states() -> dict[str, bytes]:
-    """Return the states of the generators that a whole process has."""
+    """Return the states of the process-wide random generators."""
     return {
         "Python's random": pickle.dumps(random.getstate()),
         "numpy.random": pickle.dumps(np.random.get_state()),
@@ -241,14 +278,14 @@ def _generator_states() -> dict[str, bytes]:
 
 
 def _first_differing(distances: dict, tolerance: float, ctx: ParallelContext) -> set:
-    """Return the keys of the first distances above the tolerance, of all ranks together."""
+    """Return the keys of the first distances above the tolerance, combined from all ranks."""
     mine = [key for key, distance in distances.items() if distance > tolerance]
     return {key for keys in all_gather_objects(mine[:CLUES], ctx) for key in keys}
 
 
 def _evaluated(model, micro_batches: int) -> tuple[torch.Tensor | None, int]:
-    """Return the logits of the first batch's first rows, where this rank has them, and over how
-    many labelled tokens the mean of the whole batch's loss is."""
+    """Return the logits of the first batch's first rows (None if this rank does not have them), and
+    the number of labelled tokens in the mean loss of the batch."""
     batch = make_batch(0, model.config.vocab_size, model.longest_sequence(model.config))
     with torch.no_grad():
         logits = model(batch["input_ids"][: ROWS // 4]).logits
@@ -258,7 +295,7 @@ def _evaluated(model, micro_batches: int) -> tuple[torch.Tensor | None, int]:
 
 
 def _losses_of_rows(model) -> torch.Tensor:
-    """Return of each row of the first batch the sum of its losses, and of how many tokens: [rows,
+    """Return the sum of losses and the number of labelled tokens per row of the first batch: [rows,
     2]."""
     batch = make_batch(0, model.config.vocab_size, model.longest_sequence(model.config))
     scores = score(model, batch["input_ids"], shifted(batch["labels"]))
@@ -266,7 +303,7 @@ def _losses_of_rows(model) -> torch.Tensor:
 
 
 def _build(subject: Subject, ctx: ParallelContext):
-    """Build the model, with random biases, norms and adapters, and without dropout."""
+    """Build the model with random biases, norms and adapters, and without dropout."""
     config = subject.config
     if subject.load:
         model = from_pretrained(subject.load, ctx, dtype=torch.float32).train()
@@ -287,10 +324,10 @@ def _build(subject: Subject, ctx: ParallelContext):
 def _train(
     model, layout: Layout, steps: int, record: Record, micro_batches: int
 ) -> Iterator[float]:
-    """Yield the loss of each step, after which the caller steps the optimizer.
+    """Yield the loss of each step. The caller then runs the optimizer step.
 
-    Before that the gradients are those that backward made; stepping clips them. `record` gets the
-    activations of the first steps.
+    When a loss is yielded, gradients are those of the backward pass, not clipped. The activations
+    of the first steps are added to `record`.
     """
     config = model.config
     longest = model.longest_sequence(config)
@@ -307,14 +344,14 @@ def _train(
 
 
 def _copies(model) -> dict[str, torch.Tensor]:
-    """Copy the parameters, by global name."""
+    """Copy the parameters by global name."""
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
 @contextmanager
 def _recording(model, record: Record):
-    """Within this block keep what modules are given and return: one more of
-    `record.activations`; and which generators they draw from."""
+    """Within this block, record the inputs and outputs of modules (added to `record.activations` at
+    the end), and the random generators that they use."""
     handles, kept, states = [], {}, [_generator_states()]
 
     def drawn(name: str, before: dict[str, bytes]) -> None:
@@ -339,7 +376,7 @@ def _recording(model, record: Record):
         handles.append(module.register_forward_hook(after))
 
     for name, module in model.named_modules():
-        if not is_adapter(f"{name}."):  # what adapters return may be a part of a sum
+        if not is_adapter(f"{name}."):  # an adapter's output can be a partial sum
             watch(name, module)
     try:
         yield
@@ -348,7 +385,7 @@ def _recording(model, record: Record):
         for handle in handles:
             handle.remove()
         alike = {
-            key: parts  # of a module that is called for one kind of thing
+            key: parts  # skip modules that are called with different shapes
             for key, parts in kept.items()
             if len({part.shape[1:] for part in parts}) == 1
         }

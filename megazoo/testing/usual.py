@@ -1,4 +1,4 @@
-"""What usually causes a difference between a layout and one process, in a sentence each."""
+"""The usual causes of a difference between a layout and one process, one sentence each."""
 
 import math
 from dataclasses import dataclass
@@ -52,10 +52,12 @@ _PARTS = (
 
 @dataclass(frozen=True)
 class Place:
-    """Where in backward the first gradient is that differs.
+    """The position of the first gradient that differs.
 
-    made_first: before it, backward makes no other. copied: several tp ranks have the same rows of
-    it. on_some_replicas: others have it as it should be.
+    Attributes:
+        made_first: It is the first gradient of the backward pass.
+        copied: Several tp ranks have the same rows of it.
+        on_some_replicas: It is right on other replicas.
     """
 
     made_first: bool
@@ -64,7 +66,8 @@ class Place:
 
 
 def of_activations(kind: str, name: str, clue: Clue | None, step: int, layout: Layout) -> str:
-    """Return what makes a module's input or output differ. step: the first in which it does."""
+    """Return the usual cause of a difference in a module's input or output. step: the first step
+    that differs."""
     if clue and clue.everywhere and layout.tp > 1:
         return "every rank adds the bias to its part before the sum over tp"
     if clue and clue.everywhere:
@@ -92,7 +95,7 @@ def of_activations(kind: str, name: str, clue: Clue | None, step: int, layout: L
 
 
 def of_labels(ours: int, theirs: int, layout: Layout) -> str:
-    """Return what makes the mean one over another number of labels."""
+    """Return the usual cause of a mean over a wrong number of labels."""
     if ours > theirs:
         return "the same labels are counted by several ranks, or padding counts as labelled"
     if layout.cp == 1 or (ours * layout.dp < 2 * theirs and ours < theirs / 1.5):
@@ -101,7 +104,7 @@ def of_labels(ours: int, theirs: int, layout: Layout) -> str:
 
 
 def of_loss_scale(factor: float, micro_batches: int) -> str:
-    """Return what multiplies every gradient."""
+    """Return the usual cause of a factor on all gradients."""
     if factor == 0:
         return "no gradient comes back from the loss, or all are set to zero after backward"
     for power, what in ((1, "not taken out"), (-1, "taken out twice")):
@@ -114,16 +117,21 @@ def of_loss_scale(factor: float, micro_batches: int) -> str:
 
 
 def of_ties(factor: float) -> str:
-    """Return what is wrong with the gradient of a parameter that stages share. factor: nan if it
-    is no multiple."""
+    """Return the usual cause of a wrong gradient of a parameter that stages share. factor: nan if
+    it is not a multiple."""
     if factor > 1:
         return "the sum between the stages is made twice, or both the copies and the sum are added"
     return "the sum between the stages is missing, or comes after what shares it out"
 
 
 def of_weights(tied: bool, zero: int, most_differ: bool) -> str:
-    """Return what makes weights differ whose gradients do not. tied: stages share the parameter.
-    zero: the layout's. most_differ: most of the trained parameters do, on every rank."""
+    """Return the usual cause of weights that differ although gradients do not.
+
+    Args:
+        tied: Stages share the parameter.
+        zero: ZeRO stage of the layout.
+        most_differ: Most trained parameters differ on every rank.
+    """
     if tied and not most_differ:
         return "the copies of the parameter are not stepped alike, or one is not stepped at all"
     reasons = []
@@ -139,14 +147,13 @@ def of_weights(tied: bool, zero: int, most_differ: bool) -> str:
 
 
 def of_error(text: str, layout: Layout) -> str:
-    """Return what makes a rank of a layout end with an error, of which text is the last line; ""
-    if there is nothing to say."""
+    """Return the usual cause of an error on a rank, or "". text: the last line of the error."""
     missing = text.startswith(("AttributeError", "KeyError", "NameError"))
     return OTHER_STAGES if missing and layout.pp > 1 else ""
 
 
 def of_gradients(clue: Clue | None, place: Place, layout: Layout) -> str:
-    """Return what makes a gradient differ."""
+    """Return the usual cause of a gradient that differs."""
     if clue and clue.factor == 0:
         return "the gradient is lost on its way: a graph that is cut, or a parameter left out"
     if clue and not math.isnan(clue.factor):
@@ -159,7 +166,7 @@ def of_gradients(clue: Clue | None, place: Place, layout: Layout) -> str:
     replicas, reasons = layout.dp * layout.cp > 1, []
     if replicas and place.on_some_replicas and not layout.zero:
         return "a sum over the replicas left some of them out, or did not reach them"
-    if layout.pp > 1 and not place.made_first:  # which waits for no other stage
+    if layout.pp > 1 and not place.made_first:  # the first gradient depends on no other stage
         reasons.append(
             "backward pairs a micro-batch's gradient with another's activations, or a buffer is "
             "used again before it was read"

@@ -1,5 +1,5 @@
-"""Tokenizers turn text into token ids and back. They are opened from local files, which are told
-apart by their contents; nothing here knows what else is in a directory."""
+"""Tokenizers convert text to token ids and back. They are opened from local files, whose contents
+decide the kind of tokenizer. Other files of the directory are not needed."""
 
 import tempfile
 from pathlib import Path
@@ -30,16 +30,22 @@ __all__ = [
 ]
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-TOKENIZER_SIDECARS = ("merges.txt", *SETTINGS_FILES)  # files that may lie beside them
+TOKENIZER_SIDECARS = ("merges.txt", *SETTINGS_FILES)  # optional files in the same directory
 
 
 def open_tokenizer(where: str | Path) -> Tokenizer:
-    """Open the tokenizer "byte", or the one whose files are in a directory, or that of one file, or
-    that of org/name[@revision] on the Hugging Face hub.
+    """Open a tokenizer.
 
-    Files: tokenizer.json, vocab.json with merges.txt beside it, or tokenizer.model, sentencepiece's
-    or LLaMA-3's; the JSON files beside them say which tokens are special. A GGUF file has all of
-    it. Raises UserError for what is missing, malformed or not supported.
+    Supported files are tokenizer.json, vocab.json with merges.txt next to it, and tokenizer.model
+    (of sentencepiece or LLaMA-3). JSON files in the same directory name the special tokens. A GGUF
+    file contains everything.
+
+    Args:
+        where: "byte", a directory with tokenizer files, a single tokenizer file, or
+            org/name[@revision] on the Hugging Face hub.
+
+    Raises:
+        UserError: A file is missing, malformed or not supported.
     """
     if str(where) == "byte":
         return ByteTokenizer()
@@ -58,13 +64,20 @@ def open_tokenizer(where: str | Path) -> Tokenizer:
 
 
 def has_tokenizer(directory: Path) -> bool:
-    """Return whether the files of a tokenizer are in a directory."""
+    """Return whether a directory contains tokenizer files."""
     return any((directory / name).is_file() for name in TOKENIZER_FILES)
 
 
 def tokenizer_files(where: str | Path) -> dict[str, bytes]:
-    """Read the files of a tokenizer: their contents, by the names that they have in a model's
-    directory. There are none for "byte"."""
+    """Read the files of a tokenizer.
+
+    Args:
+        where: As in `open_tokenizer`.
+
+    Returns:
+        The contents of the files, by the names that they have in a model's directory. Empty for
+            "byte".
+    """
     if str(where) == "byte":
         return {}
     if is_gguf(path := Path(where)):
@@ -88,8 +101,8 @@ def tokenizer_files(where: str | Path) -> dict[str, bytes]:
 
 
 def _located(where: str | Path) -> tuple[Path, list[Path]]:
-    """Return the directory of a tokenizer and which of TOKENIZER_FILES are in it; or the directory
-    of one file, and that file."""
+    """Return a tokenizer's directory and the TOKENIZER_FILES in it. For a single file, return its
+    directory and the file."""
     path = local_directory(where, tokenizer_alone=True)
     if path.is_file():
         return path.parent, [path]
@@ -105,7 +118,7 @@ def _located(where: str | Path) -> tuple[Path, list[Path]]:
 
 
 def _usual_name(path: Path, data: bytes) -> str:
-    """Return the name that a tokenizer's file has in a model's directory, by its contents."""
+    """Return the name that a tokenizer file has in a model's directory, based on its contents."""
     if LINE.match(data) or not _is_json(data):
         return "tokenizer.model"
     return "vocab.json" if _is_vocabulary(json_object(path, data)) else "tokenizer.json"
@@ -129,6 +142,6 @@ def _from_file(path: Path, settings: TokenizerSettings) -> Tokenizer:
     if _is_vocabulary(entries):
         return from_vocab_and_merges(path, entries, settings)
     try:
-        return from_tokenizer_json(path, entries, settings)  # several times faster
+        return from_tokenizer_json(path, entries, settings)  # much faster than from_pipeline
     except UserError:
         return from_pipeline(path, data, entries, settings)

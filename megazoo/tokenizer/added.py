@@ -1,5 +1,5 @@
-"""Added tokens: strings that are split off a text before anything else happens to it, as the
-`tokenizers` library does."""
+"""Added tokens: strings that are split off a text before normalization and tokenization, as in the
+`tokenizers` library."""
 
 import re
 import unicodedata
@@ -8,16 +8,22 @@ from typing import NamedTuple
 
 from megazoo.errors import UserError
 
-# Unicode's white space; str.strip and Python's \s would take \x1c to \x1f, too.
+# Unicode's white space. str.strip and Python's \s also match \x1c to \x1f.
 SPACES = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(
     map(chr, range(0x2000, 0x200B))
 )
 
 
 class AddedToken(NamedTuple):
-    """special: may be left out of decoded text. normalized: looked for after the normalizer.
-    lstrip, rstrip: it takes the spaces on that side with it. single_word: it is not looked for
-    inside a word."""
+    """A string that is always one token.
+
+    Attributes:
+        special: Decoding can skip the token.
+        normalized: The token is searched for in normalized text, not in the original text.
+        lstrip: The token includes the spaces to its left.
+        rstrip: The token includes the spaces to its right.
+        single_word: The token is not matched inside a word.
+    """
 
     content: str
     id: int
@@ -29,8 +35,10 @@ class AddedToken(NamedTuple):
 
     @classmethod
     def from_json(cls, entry: dict, token_id: int) -> "AddedToken":
-        """Return what tokenizer.json or tokenizer_config.json says of one token. Raises UserError,
-        KeyError or TypeError."""
+        """Create a token from its entry in tokenizer.json or tokenizer_config.json.
+
+        Raises UserError, KeyError or TypeError if the entry is malformed.
+        """
         for name in ("single_word", "special", "normalized", "lstrip", "rstrip"):
             if not isinstance(entry.get(name), bool | None):
                 raise UserError(
@@ -51,13 +59,13 @@ class AddedToken(NamedTuple):
 
 
 def check_id(token: int, content: str) -> None:
-    """Raise UserError unless a token of a file is a string with a number for an id."""
+    """Raise UserError unless `content` is a string and `token` is a valid id."""
     if type(token) is not int or not 0 <= token < 1 << 31 or not isinstance(content, str):
         raise UserError(f"token {content!r} has the id {token!r}")
 
 
 class Splitter:
-    """Cuts text at added tokens: first at those looked for in the text as it is, then at those in
+    """Splits text at added tokens: first at those in the original text, then at those in the
     normalized text."""
 
     def __init__(self, tokens: Iterable[AddedToken], nfc: bool = False):
@@ -78,7 +86,7 @@ class Splitter:
         self._patterns = [_longest_first(self._raw), _longest_first(self._normalized)]
 
     def __call__(self, text: str, parse_special: bool) -> Iterator[str | int]:
-        """Yield the normalized text between added tokens, and the ids of these."""
+        """Yield the normalized text between added tokens, and the ids of the added tokens."""
         for part in _split(text, self._patterns[0], self._raw, parse_special):
             if isinstance(part, int):
                 yield part

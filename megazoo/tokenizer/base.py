@@ -1,4 +1,4 @@
-"""What all tokenizers share: they put special tokens around a text, pad batches, and decode one
+"""Features shared by all tokenizers: add special tokens to a text, pad batches, and decode one
 token at a time."""
 
 import codecs
@@ -18,14 +18,19 @@ Side = Literal["left", "right"]
 
 
 class EncodedBatch(NamedTuple):
-    """input_ids: int64 [batch, longest]. attention_mask: likewise, 1 at tokens and 0 at padding."""
+    """Padded rows of token ids.
+
+    Attributes:
+        input_ids: int64 [batch, longest].
+        attention_mask: int64 [batch, longest]: 1 for tokens, 0 for padding.
+    """
 
     input_ids: "torch.Tensor"
     attention_mask: "torch.Tensor"
 
 
 class BatchEncoding(dict):
-    """What calling a tokenizer returns: input_ids and attention_mask, as items and as
+    """The result of calling a tokenizer: input_ids and attention_mask, as items and as
     attributes."""
 
     def __getattr__(self, name: str) -> Any:
@@ -35,33 +40,41 @@ class BatchEncoding(dict):
             raise AttributeError(name) from None
 
     def to(self, device: "str | torch.device") -> "BatchEncoding":
-        """Return the same on a device; for tensors only (return_tensors="pt")."""
+        """Return a copy on `device`. Requires tensors (return_tensors="pt")."""
         return BatchEncoding({name: tensor.to(device) for name, tensor in self.items()})
 
 
 class Stream:
-    """Decodes one token at a time. What `put` and `end` return, joined, is what `decode` returns
-    for all the ids."""
+    """Decodes one token at a time. The joined results of `put` and `end` equal `decode` of all the
+    ids."""
 
     def __init__(self, bytes_of: Callable[[int], bytes]):
         self._bytes_of, self._decoder = bytes_of, codecs.getincrementaldecoder("utf-8")("replace")
 
     def put(self, token: int) -> str:
-        """Return the text that is certain now. The bytes of an incomplete character wait for the
-        next tokens."""
+        """Add a token and return the text that is complete. Bytes of an incomplete character are
+        kept until the next token."""
         return self._decoder.decode(self._bytes_of(int(token)))
 
     def end(self) -> str:
-        """Return the rest of the text, after the last token."""
+        """Return the rest of the text after the last token."""
         return self._decoder.decode(b"", final=True)
 
 
 class Tokenizer:
-    """Turns text into token ids and back.
+    """Converts text to token ids and back.
 
-    source: what `open_tokenizer` opened. vocab_size: every id is below it. bos_token_id,
-    eos_token_id, pad_token_id: None if the files name none. chat_template: the files' Jinja
-    template, or None. A subclass sets them and has `_encode` and `_reader`.
+    A subclass sets the attributes and implements `_encode` and `_reader`.
+
+    Attributes:
+        source: The argument of `open_tokenizer`.
+        vocab_size: All ids are smaller than this.
+        bos_token_id: Id of the token that begins a text; None if the files do not name one.
+        eos_token_id: Id of the token that ends a text, or None.
+        pad_token_id: Id of the padding token, or None.
+        before: Ids of the special tokens that `encode` adds before a text.
+        after: Ids of the special tokens that `encode` adds after a text.
+        chat_template: The Jinja template in the files, or None.
     """
 
     source: str = "byte"
@@ -69,14 +82,17 @@ class Tokenizer:
     bos_token_id: int | None = None
     eos_token_id: int | None = None
     pad_token_id: int | None = None
-    before: tuple[int, ...] = ()  # the special tokens that encode puts around a text
+    before: tuple[int, ...] = ()  # special tokens that encode adds
     after: tuple[int, ...] = ()
     chat_template: str | None = None
 
     @property
     def eod(self) -> int:
-        """Return the id that ends a document: that of eos, or else of bos, or else of the padding.
-        UserError if there is none."""
+        """The id that ends a document: eos, otherwise bos, otherwise padding.
+
+        Raises:
+            UserError: The tokenizer has none of these tokens.
+        """
         for token in (self.eos_token_id, self.bos_token_id, self.pad_token_id):
             if token is not None:
                 return token
@@ -87,17 +103,32 @@ class Tokenizer:
     def encode(
         self, text: str | bytes, *, add_special_tokens: bool = True, parse_special: bool = True
     ) -> list[int]:
-        """Return the ids of a text (bytes are UTF-8), with bos and eos around it where the files
-        say so.
+        """Encode a text.
 
-        parse_special: whether the text of a special token, such as <|endoftext|>, means that token.
-        Raises UserError for what is no Unicode, such as lone surrogates.
+        Args:
+            text: A string, or UTF-8 bytes.
+            add_special_tokens: Add bos and eos if the tokenizer's files request them.
+            parse_special: Encode the text of a special token, such as <|endoftext|>, as that token.
+
+        Returns:
+            The token ids.
+
+        Raises:
+            UserError: The text is not valid Unicode, for example because of lone surrogates.
         """
         ids = self.encode_to_numpy(text, parse_special=parse_special).tolist()
         return [*self.before, *ids, *self.after] if add_special_tokens else ids
 
     def encode_to_numpy(self, text: str | bytes, *, parse_special: bool = True) -> np.ndarray:
-        """Return uint32 [tokens]: as `encode` does, but no special tokens are added."""
+        """Encode a text without adding special tokens.
+
+        Args:
+            text: As in `encode`.
+            parse_special: As in `encode`.
+
+        Returns:
+            uint32 [tokens].
+        """
         return self._encode(as_text(text), parse_special)
 
     def encode_batch(
@@ -109,13 +140,18 @@ class Tokenizer:
         truncation_side: Side = "right",
         add_special_tokens: bool = True,
     ) -> EncodedBatch:
-        """Encode texts and pad them to the longest of them.
+        """Encode texts and pad them to the longest one.
 
-        Where there is no padding token, rows are padded with eos; the mask hides it. max_length:
-        texts are cut to so many tokens, on truncation_side; the special tokens around them are
-        kept, and count.
+        If there is no padding token, rows are padded with eos. The mask hides the padding.
+
+        Args:
+            texts: The texts of the batch.
+            padding_side: Side on which rows are padded.
+            max_length: Truncate rows to this many tokens. Added special tokens count and are kept.
+            truncation_side: Side on which rows are truncated.
+            add_special_tokens: As in `encode`.
         """
-        import torch  # here, so that a process that only tokenizes does without it
+        import torch  # here: a process that only tokenizes needs no torch
 
         for name, side in (("padding_side", padding_side), ("truncation_side", truncation_side)):
             if side not in ("left", "right"):
@@ -154,12 +190,24 @@ class Tokenizer:
         add_special_tokens: bool = True,
         return_tensors: str | None = None,
     ) -> BatchEncoding:
-        """Encode a text or several, as transformers' tokenizers do when they are called: for
-        `model(**batch)` and `model.generate(**batch)`.
+        """Encode one or more texts for `model(**batch)` and `model.generate(**batch)`.
 
-        padding: True or "longest" pads as `encode_batch` does. truncation: True cuts to max_length
-        tokens. return_tensors: "pt" for int64 [batch, longest], else lists; of one text its ids
-        alone. Raises UserError for other values, and for tensors of rows of several lengths.
+        The call matches that of tokenizers in transformers.
+
+        Args:
+            text: A text, or a list of texts.
+            padding: True or "longest" pads as `encode_batch` does.
+            truncation: True truncates to max_length tokens.
+            max_length: Required with truncation.
+            padding_side: As in `encode_batch`.
+            truncation_side: As in `encode_batch`.
+            add_special_tokens: As in `encode`.
+            return_tensors: "pt" returns int64 tensors [batch, longest]. By default lists are
+                returned: one list per text, or a flat list for a single text.
+
+        Raises:
+            UserError: An argument is invalid, or tensors are requested for rows of different
+                lengths without padding.
         """
         for name, value, allowed in (
             ("padding", padding, (False, True, "longest")),
@@ -196,8 +244,7 @@ class Tokenizer:
         return BatchEncoding({n: r[0] if isinstance(text, str) else r for n, r in rows.items()})
 
     def decode(self, ids: Iterable[Any], *, skip_special_tokens: bool = False) -> str:
-        """Return the text of ids. Broken UTF-8 becomes U+FFFD; ids that no token has are left
-        out."""
+        """Return the text of ids. Broken UTF-8 becomes U+FFFD; unknown ids are skipped."""
         bytes_of = self._reader(skip_special_tokens)
         return b"".join(bytes_of(int(token)) for token in ids).decode(errors="replace")
 
@@ -210,11 +257,20 @@ class Tokenizer:
         add_generation_prompt: bool = False,
         continue_final_message: bool = False,
     ) -> str:
-        """Return the text of a conversation by the chat template of the tokenizer's files, or by
-        another that is given.
+        """Return the text of a conversation.
 
-        Encode it with add_special_tokens=False: a template writes bos itself. Arguments and errors:
-        see `megazoo.tokenizer.chat.render`. UserError, too, if there is no template.
+        Encode the text with add_special_tokens=False, because templates write bos themselves.
+
+        Args:
+            messages: Messages with `role` and `content`.
+            chat_template: Template to use instead of the tokenizer's.
+            tools: As in `megazoo.tokenizer.chat.render`.
+            add_generation_prompt: As in `megazoo.tokenizer.chat.render`.
+            continue_final_message: As in `megazoo.tokenizer.chat.render`.
+
+        Raises:
+            UserError: As in `megazoo.tokenizer.chat.render`, or the tokenizer has no template and
+                none is given.
         """
         return render(
             self._template(chat_template),
@@ -228,8 +284,11 @@ class Tokenizer:
     def answers_in(
         self, messages: list[dict], *, chat_template: str | None = None, tools: list | None = None
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text of a conversation as `apply_chat_template` does, and where in it is what
-        is trained: see `megazoo.tokenizer.chat.render_answers`."""
+        """Return the text of a conversation and the character ranges to train on.
+
+        The arguments and errors are those of `apply_chat_template`. See
+        `megazoo.tokenizer.chat.render_answers`.
+        """
         template = self._template(chat_template)
         return render_answers(template, messages, self._texts_of_roles(), tools)
 
@@ -250,26 +309,27 @@ class Tokenizer:
         }
 
     def stream(self, *, skip_special_tokens: bool = False) -> Stream:
-        """Decode one token at a time. For the text after a prompt, put the prompt's ids first."""
+        """Decode one token at a time. To decode the text after a prompt, put the prompt's ids
+        first."""
         return Stream(self._reader(skip_special_tokens))
 
     def _encode(self, text: str, parse_special: bool) -> np.ndarray:
-        """Return the ids of a text, uint32 [tokens], with no special tokens added."""
+        """Return the ids of a text, uint32 [tokens], without added special tokens."""
         raise NotImplementedError
 
     def _reader(self, skip_special_tokens: bool) -> Callable[[int], bytes]:
-        """Return a function that is called with a text's ids in order, and returns the bytes of
-        each."""
+        """Return a function from a token to its bytes. It must be called with a text's ids in
+        order."""
         raise NotImplementedError
 
 
 def _shortened(row: list[int], room: int, side: Side) -> list[int]:
-    """Cut ids to `room` at most, on one side."""
+    """Truncate ids to at most `room` on one side."""
     return row[:room] if side == "right" else row[max(0, len(row) - room) :]
 
 
 def as_text(text: str | bytes) -> str:
-    """Return `text` as a string; UserError if it is no Unicode."""
+    """Return `text` as a string. Raises UserError if it is not valid Unicode."""
     try:
         if isinstance(text, bytes):
             return text.decode()

@@ -1,4 +1,4 @@
-"""The tokenizer that needs no vocabulary: a token is a byte of UTF-8."""
+"""A tokenizer without a vocabulary: each UTF-8 byte is a token."""
 
 from collections.abc import Callable
 
@@ -8,14 +8,14 @@ from megazoo.tokenizer.base import Tokenizer, as_text
 
 
 class ByteTokenizer(Tokenizer):
-    """Ids 0 to 255 are bytes, 256 ends a document. It takes any bytes, UTF-8 or not; decoding
-    leaves 256 out."""
+    """Ids 0 to 255 are bytes; 256 ends a document. Any bytes can be encoded, also invalid UTF-8.
+    Decoding skips 256."""
 
     vocab_size = 257
     eos_token_id = 256
 
     def encode_to_numpy(self, text: str | bytes, *, parse_special: bool = True) -> np.ndarray:
-        """Return uint16 [bytes]."""
+        """Encode a text as uint16 [bytes]."""
         data = text if isinstance(text, bytes) else as_text(text).encode()
         return np.frombuffer(data, np.uint8).astype(np.uint16)
 

@@ -1,4 +1,4 @@
-"""Byte-level BPE, as GPT-2, GPT-NeoX (MPT) and LLaMA-3 have it, by tiktoken."""
+"""Byte-level BPE of GPT-2, GPT-NeoX (MPT) and LLaMA-3, implemented with tiktoken."""
 
 from collections.abc import Callable, Iterable
 
@@ -14,17 +14,22 @@ LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# The regex engine remembers every step of a match that it may have to take back, and gives up at a
-# million: so a run of white space is first matched in blocks of 256. What matches is the same.
+# The regex engine stores every backtracking step and fails at a million. A run of white space is
+# therefore matched in blocks of 256 first. The matches are the same.
 RUN, RUN_BY_BLOCKS = r"\s+(?!\S)", r"(?:\s{256})*\s+(?!\S)"
 
 
 class ByteLevelBPE(Tokenizer):
-    """Byte pair encoding of the bytes of what a regular expression cuts a text into.
+    """Splits a text with a regular expression and applies byte pair encoding to the bytes of each
+    part.
 
-    tokens: the bytes of every id but those of added tokens. ranked: the ids in the order in which
-    they are merged, single bytes among them. nfc: texts are normalized to NFC. unk: the id of a
-    byte that has none; without it, such a byte raises UserError.
+    Args:
+        tokens: The bytes of every id, except those of added tokens.
+        ranked: Ids in merge order, including the single bytes.
+        pattern: The regular expression.
+        added: Added tokens.
+        nfc: Normalize texts to NFC.
+        unk: Id of a byte that is not in the vocabulary. Without it, such a byte raises UserError.
     """
 
     def __init__(
@@ -42,21 +47,21 @@ class ByteLevelBPE(Tokenizer):
         self.vocab_size = max(self._bytes) + 1
         self._split = Splitter(added, nfc)
         ranks = {tokens[token]: rank for rank, token in enumerate(ranked)}
-        # tiktoken panics on a byte that it doesn't know.
+        # tiktoken panics on an unknown byte.
         self._missing = [bytes([b]) for b in range(256) if bytes([b]) not in ranks]
         ranks |= {byte: len(ranked) + i for i, byte in enumerate(self._missing)}
         self._id_of_rank = np.array(
             ranked + [self.vocab_size if unk is None else unk] * len(self._missing), np.uint32
         )
         self._lossless = unk is not None or not self._missing
-        # tiktoken leaves out what the pattern doesn't match
+        # tiktoken drops text that the pattern doesn't match
         between = f"(?:(?!{pattern})[\\s\\S])+"
         try:
             self._bpe = tiktoken.Encoding(
                 "megazoo",
                 pat_str=f"{pattern.replace(RUN, RUN_BY_BLOCKS)}|{between}",
                 mergeable_ranks=ranks,
-                # never allowed; without any, it stops at every character
+                # never parsed; without a special token, tiktoken stops at every character
                 special_tokens={"\0": len(ranks)},
             )
         except ValueError as error:
@@ -73,7 +78,7 @@ class ByteLevelBPE(Tokenizer):
 
     def _encode_ordinary(self, text: str) -> np.ndarray:
         try:
-            # encode_ordinary would panic
+            # encode_ordinary panics in this case
             ranks = self._bpe.encode_to_numpy(text, disallowed_special=())
         except ValueError as error:
             raise UserError(

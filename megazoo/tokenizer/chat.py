@@ -1,5 +1,5 @@
-"""Chat templates: a conversation becomes the text that its model was trained on, by the Jinja
-template of the tokenizer's files, as with transformers."""
+"""Chat templates: the Jinja template in the tokenizer's files converts a conversation to text, as
+in transformers."""
 
 import json
 import re
@@ -11,10 +11,10 @@ from typing import Any
 
 from megazoo.errors import UserError
 
-ANSWERS = "assistant"  # the role whose words are trained
-# Stands at the end of a message that is to go on. A template that trims messages takes its space.
+ANSWERS = "assistant"  # the role whose messages are trained on
+# Marks the end of a message to continue. A template that trims messages removes the space.
 END = "END-OF-THE-LAST-MESSAGE "
-ANSWER = "THE-WORDS-OF-AN-ANSWER"  # stands for them, to see where they are
+ANSWER = "THE-WORDS-OF-AN-ANSWER"  # placeholder that shows where an answer is
 OPEN, CLOSE = "[GENERATION-BLOCK-BEGINS]", "[GENERATION-BLOCK-ENDS]"
 Span = tuple[int, int]
 
@@ -28,13 +28,20 @@ def render(
     add_generation_prompt: bool = False,
     continue_final_message: bool = False,
 ) -> str:
-    """Return the text of a conversation: messages with `role` and `content`.
+    """Render a conversation as text.
 
-    special_tokens: texts that the template may name, such as bos_token. tools: what the template
-    is given under that name. add_generation_prompt: the text ends with what begins an answer.
-    continue_final_message: it ends with the last message's content, for the model to go on with.
-    UserError with the template's own words if it refuses the messages, and for a template that is
-    no Jinja.
+    Args:
+        template: The Jinja template.
+        messages: Messages with `role` and `content`.
+        special_tokens: Texts that the template can use, such as bos_token.
+        tools: Value of `tools` in the template.
+        add_generation_prompt: End the text with the beginning of an answer.
+        continue_final_message: End the text with the last message's content, so that the model
+            continues it.
+
+    Raises:
+        UserError: The template is not valid Jinja, or rejects the messages (the error contains the
+            template's message).
     """
     if not messages:
         raise UserError("a chat template needs at least one message")
@@ -53,11 +60,17 @@ def render(
 def render_answers(
     template: str, messages: list[dict], special_tokens: dict[str, str], tools: list | None = None
 ) -> tuple[str, list[Span]]:
-    """Return the text of a conversation, and the characters of it that are trained: from, to.
+    """Render a conversation as text and find the characters to train on.
 
-    They are those of the template's {% generation %} blocks. A template without any trains what an
-    answer adds: what follows the prompt for it, up to where its message ends. Arguments and errors
-    as in `render`; UserError, too, if an answer can't be found in the text.
+    These are the contents of the template's {% generation %} blocks. In a template without such
+    blocks, they are the text that an answer adds: from the end of its prompt to the end of its
+    message.
+
+    Returns:
+        The text, and the ranges (start, end) of its characters to train on.
+
+    Raises:
+        UserError: As in `render`, or an answer is not found in the text.
     """
 
     def rendered(messages: list[dict], **names) -> str:
@@ -71,12 +84,12 @@ def render_answers(
 
 
 def _span_of(place: int, messages: list[dict], text: str, rendered: Callable[..., str]) -> Span:
-    """Return where an answer is in the text of its conversation."""
+    """Return the range of an answer in the text of its conversation."""
     asked = _attempt(lambda: rendered(messages[:place], add_generation_prompt=True))
     said = _attempt(lambda: rendered(messages[: place + 1]))
     if asked and said and text.startswith(said) and said.startswith(asked):
         return len(asked), len(said)
-    # A template that shows a message otherwise in a longer conversation: the words are looked for.
+    # The template renders a message differently in a longer conversation: search for its content.
     content = messages[place].get("content")
     marked = {**messages[place], "content": ANSWER}
     before, mark, after = rendered([*messages[:place], marked, *messages[place + 1 :]]).partition(
@@ -89,7 +102,7 @@ def _span_of(place: int, messages: list[dict], text: str, rendered: Callable[...
             f"the chat template does not show message {place + 1} as it is: mark what is trained "
             "with {% generation %} in it"
         )
-    # What the template puts around the words of the last answer goes with them here, too.
+    # Include the text that the template puts around the content of a last answer.
     alone = _attempt(lambda: rendered([*messages[:place], marked])) or ""
     head, _, ends = alone.partition(ANSWER)
     begins = head.removeprefix(asked) if asked and head.startswith(asked) else ""
@@ -99,7 +112,7 @@ def _span_of(place: int, messages: list[dict], text: str, rendered: Callable[...
 
 
 def _attempt(render: Callable[[], str]) -> str | None:
-    """Return a part of a conversation as the template shows it; None if it refuses the part."""
+    """Return the rendered part of a conversation, or None if the template rejects it."""
     try:
         return render()
     except UserError:
@@ -107,17 +120,17 @@ def _attempt(render: Callable[[], str]) -> str | None:
 
 
 def _rendered(template: str, messages: list[dict], names: dict[str, Any]) -> str:
-    """Return what a template makes of messages, with marks around {% generation %} blocks."""
+    """Render messages, with marks around {% generation %} blocks."""
     messages = [{key: value for key, value in m.items() if value is not None} for m in messages]
     names = {"add_generation_prompt": False, "tools": None, **names}
     try:
         return _compiled(template).render(messages=messages, documents=None, **names)
-    except Exception as error:  # of the template, whatever it is
+    except Exception as error:  # templates can raise any exception
         raise UserError(f"the chat template can't be applied: {error}") from error
 
 
 def _without_marks(text: str) -> tuple[str, list[Span]]:
-    """Take the marks out of a text; return where the blocks between them are."""
+    """Remove the marks from a text. Return the text and the ranges of the blocks between marks."""
     first, *blocks = text.split(OPEN)
     text, spans = first, []
     for block in blocks:
@@ -137,14 +150,14 @@ def _up_to_end(text: str, last: str) -> str:
 
 @lru_cache
 def _compiled(source: str):
-    """Return a template in a sandbox, with what transformers gives to templates."""
-    # here, so that a process that only tokenizes does without it
+    """Compile a template in a sandbox, with the functions that transformers provides."""
+    # here: a process that only tokenizes needs no jinja2
     import jinja2
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """Marks what is between {% generation %} and {% endgeneration %}."""
+        """Marks the text between {% generation %} and {% endgeneration %}."""
 
         tags = {"generation"}
 
@@ -160,7 +173,7 @@ def _compiled(source: str):
         raise jinja2.TemplateError(message)
 
     def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-        """Return JSON as it is: Jinja's own filter writes it for HTML."""
+        """Return JSON without the HTML escapes of Jinja's own filter."""
         return json.dumps(
             value,
             ensure_ascii=ensure_ascii,

@@ -1,7 +1,7 @@
-"""Tokenizers in GGUF files: from the metadata to Hugging Face's files, and back.
+"""Tokenizers in GGUF files: conversion between metadata and Hugging Face files.
 
-tokenizer.ggml.model says which kind it is, "gpt2" (byte-level BPE) or "llama" (sentencepiece's BPE
-with bytes to fall back on), and tokenizer.ggml.pre names the rule that splits a text into words.
+tokenizer.ggml.model is the kind of tokenizer: "gpt2" (byte-level BPE) or "llama" (sentencepiece BPE
+with byte fallback). tokenizer.ggml.pre names the rule that splits a text into words.
 """
 
 import json
@@ -17,7 +17,7 @@ from megazoo.tokenizer.base import Tokenizer
 from megazoo.tokenizer.byte_bpe import LLAMA3_PATTERN
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # tokenizer.ggml.token_type
-SPACE = "\u2581"  # how a piece of sentencepiece spells a space
+SPACE = "\u2581"  # a space in a sentencepiece piece
 QWEN2_PATTERN = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
 TEKKEN_PATTERN = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
@@ -29,9 +29,12 @@ TEKKEN_PATTERN = (
 class Words(NamedTuple):
     """How byte-level BPE splits a text into words.
 
-    pattern: a regular expression, GPT-2's by default. digits: each digit is a word. nfc: the text
-    is normalized before. whole: a word that is a token is not merged (ignore_merges). bos: whether
-    the bos token goes before a text if the file does not say so.
+    Attributes:
+        pattern: The regular expression; None for GPT-2's.
+        digits: Split each digit into its own word.
+        nfc: Normalize the text to NFC before splitting.
+        whole: Do not merge a word that is a token (ignore_merges).
+        bos: Default of add_bos_token if the file does not contain it.
     """
 
     pattern: str | None = None
@@ -41,7 +44,7 @@ class Words(NamedTuple):
     bos: bool = False
 
     def pre_tokenizer(self) -> dict:
-        """Return the pre_tokenizer of a tokenizer.json."""
+        """Return the pre_tokenizer section of a tokenizer.json."""
         byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
         steps: list[dict] = [byte_level | {"use_regex": self.pattern is None}]
         if self.pattern:
@@ -54,7 +57,7 @@ class Words(NamedTuple):
         return steps[0] if len(steps) == 1 else {"type": "Sequence", "pretokenizers": steps}
 
 
-# By tokenizer.ggml.pre; the first name of equal ones is written.
+# By tokenizer.ggml.pre. Export writes the first of several names for the same rule.
 WORDS = {
     "gpt-2": Words(),
     "smollm": Words(digits=True),
@@ -69,13 +72,20 @@ WORDS |= dict.fromkeys(("deepseek-r1-qwen",), WORDS["qwen2"])
 
 
 def has_vocabulary(metadata: dict[str, Any]) -> bool:
-    """Return whether there is a tokenizer in a GGUF file's metadata."""
+    """Return whether the metadata of a GGUF file contains a tokenizer."""
     return bool(metadata.get("tokenizer.ggml.tokens"))
 
 
 def tokenizer_files_of(metadata: dict[str, Any]) -> dict[str, bytes]:
-    """Return a tokenizer.json and the settings beside it, by their names, of a GGUF file's
-    metadata; nothing if it has no tokenizer. UserError for a kind that is not supported."""
+    """Convert the metadata of a GGUF file to Hugging Face tokenizer files.
+
+    Returns:
+        The contents of tokenizer.json and its settings files, keyed by file name. Empty if the
+            metadata contains no tokenizer.
+
+    Raises:
+        UserError: The kind of tokenizer is not supported.
+    """
     if not has_vocabulary(metadata):
         return {}
     start = "tokenizer.ggml."
@@ -140,12 +150,11 @@ TYPES: dict[str, Any] = {
     "pre": str,
     **dict.fromkeys((f"{role}_token_id" for role in ROLES.values()), int),
     **dict.fromkeys(("add_bos_token", "add_eos_token", "add_space_prefix"), bool),
-}  # by the keys after tokenizer.ggml.
+}  # by the part of the key after "tokenizer.ggml."
 
 
 def _byte_level(of: dict, tokens: list[str], kinds: list[int]) -> tuple[dict, bool]:
-    """Return the parts of a tokenizer.json of byte-level BPE, and whether bos goes before a
-    text."""
+    """Return the tokenizer.json sections of byte-level BPE, and the default of add_bos_token."""
     if (words := WORDS.get(of.get("pre", ""))) is None:
         known = ", ".join(WORDS)
         raise UserError(f"tokenizer.ggml.pre {of.get('pre')!r} is not supported: only {known}")
@@ -168,8 +177,7 @@ def _byte_level(of: dict, tokens: list[str], kinds: list[int]) -> tuple[dict, bo
 
 
 def _sentencepiece(of: dict, tokens: list[str], kinds: list[int]) -> tuple[dict, bool]:
-    """Return the parts of a tokenizer.json of sentencepiece's BPE, and whether bos goes before a
-    text."""
+    """Return the tokenizer.json sections of sentencepiece BPE, and the default of add_bos_token."""
     prefix = of.get("add_space_prefix", True)
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     before = [{"type": "Prepend", "prepend": SPACE}] if prefix else []
@@ -203,16 +211,17 @@ def _sentencepiece(of: dict, tokens: list[str], kinds: list[int]) -> tuple[dict,
 
 
 def _vocabulary(tokens: list[str], kinds: list[int]) -> dict[str, int]:
-    """Return the ids of all tokens but the unused ones, which only fill up the list."""
+    """Return the ids of all tokens, except unused ones, which only pad the list."""
     pairs = enumerate(zip(tokens, kinds, strict=True))
     return {content: token for token, (content, kind) in pairs if kind != UNUSED}
 
 
 def merges_of(scores: dict[str, float]) -> list[list[str]]:
-    """Return the merges of a BPE that sentencepiece trained: each way to make a piece of two, the
-    pieces with the highest scores first.
+    """Return the merges of a sentencepiece BPE model: all pairs of pieces that form a piece,
+    highest scores first.
 
-    scores: of the pieces, in the order of their ids.
+    Args:
+        scores: Scores of the pieces, in the order of their ids.
     """
     place = {piece: token for token, piece in enumerate(scores)}
     ways = [
@@ -225,7 +234,8 @@ def merges_of(scores: dict[str, float]) -> list[list[str]]:
 
 
 def _template(around: dict[str, str | None], tokens: list[str]) -> dict | None:
-    """Return the post_processor that puts bos before a text and eos after it, None for neither."""
+    """Return the post_processor that adds bos before and eos after a text, or None if neither is
+    added."""
     used = [name for name in around.values() if name]
     if not used:
         return None
@@ -248,10 +258,15 @@ def _template(around: dict[str, str | None], tokens: list[str]) -> dict | None:
 
 
 def metadata_of(tokenizer: Tokenizer, files: dict[str, bytes], vocab_size: int) -> dict[str, Any]:
-    """Return the metadata of a GGUF file for a tokenizer: `tokenizer_files_of` the other way round.
+    """Convert a tokenizer to GGUF metadata. This is the inverse of `tokenizer_files_of`.
 
-    files: of the tokenizer, by their names in a model's directory. vocab_size: of the model, to
-    which unused tokens fill the list up. UserError for a kind that GGUF can't represent.
+    Args:
+        tokenizer: The tokenizer.
+        files: The tokenizer's files, by their names in a model's directory.
+        vocab_size: Vocabulary size of the model. The token list is padded to it with unused tokens.
+
+    Raises:
+        UserError: GGUF cannot represent the tokenizer.
     """
     if "tokenizer.json" in files:
         tokens, values = _of_pipeline(json.loads(files["tokenizer.json"]))
@@ -295,7 +310,8 @@ class Token(NamedTuple):
 
 
 def _of_pipeline(whole: dict) -> tuple[list[Token], dict[str, Any]]:
-    """Return the tokens of a tokenizer.json, and values by their keys after "tokenizer.ggml."."""
+    """Return the tokens of a tokenizer.json, and metadata values by the part of the key after
+    "tokenizer.ggml."."""
     model = whole["model"]
     if "merges" not in model:
         raise UserError(f"a tokenizer of the model {model.get('type')} is not written to GGUF")
@@ -345,7 +361,7 @@ def _name_of_words(whole: dict) -> str:
 
 
 def _steps_of(pre_tokenizer: dict) -> list[dict]:
-    """Return the steps of a pre_tokenizer, without what does not change ids."""
+    """Return the steps of a pre_tokenizer, without settings that do not change ids."""
     steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
     usual = {"ByteLevel": {"use_regex": True}}
     return [
@@ -358,7 +374,7 @@ def _steps_of(pre_tokenizer: dict) -> list[dict]:
 
 
 def _adds_space(whole: dict) -> bool:
-    """Return whether a tokenizer.json of sentencepiece's BPE puts a space before a text."""
+    """Return whether a sentencepiece BPE tokenizer.json adds a space before a text."""
     for prefix in (True, False):
         ours, _ = _sentencepiece({"add_space_prefix": prefix}, [], [])
         if all(ours[part] == whole.get(part) for part in ("normalizer", "pre_tokenizer")):
@@ -367,8 +383,8 @@ def _adds_space(whole: dict) -> bool:
 
 
 def _scores(merges: list[str]) -> dict[str, float]:
-    """Return scores that put the merges into their order: that of a piece is how many merges come
-    before the first one that makes it, negative."""
+    """Return scores that preserve the order of merges. The score of a piece is minus the number of
+    merges before the first one that forms it."""
     scores: dict[str, float] = {}
     for place, merge in enumerate(merges):
         scores.setdefault(merge.replace(" ", ""), -float(place))
@@ -376,7 +392,7 @@ def _scores(merges: list[str]) -> dict[str, float]:
 
 
 def _of_pieces(data: bytes, tokenizer: Tokenizer) -> tuple[list[Token], dict[str, Any]]:
-    """Return the tokens of a sentencepiece model, and values by their keys after
+    """Return the tokens of a sentencepiece model, and metadata values by the part of the key after
     "tokenizer.ggml."."""
     try:
         model = sentencepiece.SentencePieceProcessor(model_proto=data)
@@ -394,7 +410,7 @@ def _of_pieces(data: bytes, tokenizer: Tokenizer) -> tuple[list[Token], dict[str
         }
         kind = next((kind for kind, marked in marks.items() if marked), NORMAL)
         tokens.append(Token(model.id_to_piece(token), kind, model.get_score(token)))
-    if any(token.score % 1 for token in tokens):  # logarithms of probabilities
+    if any(token.score % 1 for token in tokens):  # log-probabilities of a unigram model
         raise UserError("a sentencepiece model of the kind unigram is not written to GGUF")
     if sum(token.kind == NORMAL and token.score == 0 for token in tokens) > 1:
         raise UserError("a sentencepiece model with user-defined symbols is not written to GGUF")

@@ -1,5 +1,5 @@
-"""Byte-level BPE is read from Hugging Face's files: vocab.json and merges.txt, or a tokenizer.json
-that tiktoken can be equal to."""
+"""Reads byte-level BPE from Hugging Face files: vocab.json and merges.txt, or a tokenizer.json that
+tiktoken can reproduce."""
 
 from pathlib import Path
 
@@ -19,8 +19,8 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 def byte_of_character() -> dict[str, int]:
-    """Return GPT-2's spelling of bytes, by character: printable bytes are themselves, the others
-    are the characters from U+0100 on."""
+    """Return the byte of each character in GPT-2's spelling. Printable bytes are spelled as
+    themselves, other bytes as characters from U+0100 on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {
@@ -32,8 +32,12 @@ BYTE_OF = byte_of_character()
 
 
 def from_tokenizer_json(path: Path, data: dict, settings: TokenizerSettings) -> ByteLevelBPE:
-    """Return the tokenizer of a tokenizer.json, whose content is `data`. Raises UserError for what
-    is left to the `tokenizers` library: all but byte-level BPE of the usual kind."""
+    """Create the tokenizer of a tokenizer.json with the content `data`.
+
+    Raises:
+        UserError: The tokenizer is not a standard byte-level BPE. The `tokenizers` library may
+            support it.
+    """
     with malformed(path):
         pattern, nfc, template = _read_pipeline(data)
     settings.refuse("add_prefix_space", False)
@@ -64,8 +68,8 @@ def from_tokenizer_json(path: Path, data: dict, settings: TokenizerSettings) -> 
 def from_vocab_and_merges(
     vocab_path: Path, vocab: dict, settings: TokenizerSettings
 ) -> ByteLevelBPE:
-    """Return GPT-2's tokenizer from vocab.json, whose content is `vocab`, and the merges.txt beside
-    it."""
+    """Create a GPT-2 tokenizer from vocab.json (with the content `vocab`) and the merges.txt next
+    to it."""
     settings.refuse("tokenizer_class", *GPT2_CLASSES)
     settings.refuse("add_prefix_space", False)
     path = vocab_path.with_name("merges.txt")
@@ -83,7 +87,7 @@ def from_vocab_and_merges(
 
 def _build(vocab, merges, pattern, found, settings, nfc=False, unk=None, exact=False):
     """Return a tokenizer, and the function from a token's content to its id. exact: a word that is
-    a token is never cut."""
+    a token is not split."""
     for content, token in vocab.items():
         check_id(token, content)
     added = settings.all_added(found, vocab.get)
@@ -99,7 +103,7 @@ def _build(vocab, merges, pattern, found, settings, nfc=False, unk=None, exact=F
                 raise UserError(
                     f"merge {left!r} {right!r}: {part!r} is not in the vocabulary, or not of bytes"
                 )
-        # of two merges that make the same token, the first counts
+        # if two merges form the same token, the first one sets its rank
         ranked[vocab[left + right]] = None
     if exact:
         names = {token.content for token in added}
@@ -112,8 +116,8 @@ def _build(vocab, merges, pattern, found, settings, nfc=False, unk=None, exact=F
 
 
 def _bytes_of(content: str) -> bytes:
-    """Return the bytes that a token of the vocabulary spells. A token with other characters in it
-    stands for itself."""
+    """Return the bytes that a token of the vocabulary spells. A token with other characters is its
+    own UTF-8 text."""
     try:
         return bytes(BYTE_OF[character] for character in content)
     except KeyError:
@@ -121,8 +125,15 @@ def _bytes_of(content: str) -> bytes:
 
 
 def _read_pipeline(data: dict) -> tuple[str, bool, tuple[list[int], list[int]]]:
-    """Read what surrounds the model in a tokenizer.json: the pattern that cuts words, whether texts
-    are normalized to NFC, and the ids put before and after a text. Raises UserError."""
+    """Read the sections around the model in a tokenizer.json.
+
+    Returns:
+        The pattern that splits words, whether texts are normalized to NFC, and the ids to add
+            before and after a text.
+
+    Raises:
+        UserError: A section is not supported.
+    """
     model = data["model"]
     kind = model.get("type", "BPE" if "merges" in model else None)
     _check("model.type", kind, "BPE")
@@ -135,7 +146,7 @@ def _read_pipeline(data: dict) -> tuple[str, bool, tuple[list[int], list[int]]]:
 
 
 def _read_pattern(data: dict) -> str:
-    """Return the pattern by which the pre-tokenizer cuts words."""
+    """Return the regular expression with which the pre-tokenizer splits words."""
     steps = _steps(data, "pre_tokenizer", "pretokenizers")
     kinds = [step["type"] for step in steps]
     if kinds not in (["ByteLevel"], ["Split", "ByteLevel"]):
@@ -150,13 +161,13 @@ def _read_pattern(data: dict) -> str:
     _check("pre_tokenizer.invert", split["invert"], False)
     _check("pre_tokenizer.pattern", [*split["pattern"]], ["Regex"])
     pattern = split["pattern"]["Regex"]
-    if "$" in pattern.replace(r"\$", ""):  # an end of the text here, of a line there
+    if "$" in pattern.replace(r"\$", ""):  # end of text or of line, by library
         raise UserError(f"pre_tokenizer.pattern {pattern!r} is not supported: it has a $")
     return pattern
 
 
 def _read_template(data: dict) -> tuple[list[int], list[int]]:
-    """Return the ids that the post-processor puts before and after a text."""
+    """Return the ids that the post-processor adds before and after a text."""
     steps = _steps(data, "post_processor", "processors")
     templates = [step for step in steps if step["type"] != "ByteLevel"]
     for step in templates:
@@ -174,8 +185,8 @@ def _read_template(data: dict) -> tuple[list[int], list[int]]:
 
 
 def _steps(data: dict, field: str, inside: str) -> list[dict]:
-    """Return the steps of a normalizer, pre-tokenizer or post-processor, whose nested sequences are
-    taken apart."""
+    """Return the steps of a normalizer, pre-tokenizer or post-processor, with nested sequences
+    flattened."""
     value = data.get(field)
     if value is None:
         return []

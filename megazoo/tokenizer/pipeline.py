@@ -1,5 +1,4 @@
-"""A tokenizer.json of any kind, run by the `tokenizers` library: whatever its normalizer,
-pre-tokenizer, model, post-processor and decoder are."""
+"""Runs a tokenizer.json of any kind with the `tokenizers` library."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -16,12 +15,12 @@ from megazoo.tokenizer.settings import TokenizerSettings
 if TYPE_CHECKING:
     import tokenizers
 
-BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # how ByteFallback spells a byte
+BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # a byte in ByteFallback's spelling
 
 
 class PipelineTokenizer(Tokenizer):
-    """The pipeline of a tokenizer.json. Ids and texts are those of transformers' fast
-    tokenizers."""
+    """The pipeline of a tokenizer.json. Ids and texts equal those of the fast tokenizers of
+    transformers."""
 
     def __init__(self, pipeline: "tokenizers.Tokenizer"):
         self._pipeline = pipeline
@@ -36,35 +35,35 @@ class PipelineTokenizer(Tokenizer):
         return np.array(ids, np.uint32)
 
     def decode(self, ids: Iterable[Any], *, skip_special_tokens: bool = False) -> str:
-        """Return the text of ids. Broken UTF-8 becomes U+FFFD; ids that no token has are left
-        out."""
+        """Return the text of ids. Broken UTF-8 becomes U+FFFD; unknown ids are skipped."""
         shown = [token for token in map(int, ids) if 0 <= token < self.vocab_size]
         return self._pipeline.decode(shown, skip_special_tokens=skip_special_tokens)
 
     def stream(self, *, skip_special_tokens: bool = False) -> "PipelineStream":
-        """Decode one token at a time. For the text after a prompt, put the prompt's ids first."""
+        """Decode one token at a time. To decode the text after a prompt, put the prompt's ids
+        first."""
         return PipelineStream(self, skip_special_tokens)
 
     def spelling(self, token: int, skip_special_tokens: bool) -> str | None:
-        """Return what the vocabulary calls a token, None for what decoding leaves out."""
+        """Return a token's string in the vocabulary, or None if decoding skips the token."""
         if not 0 <= token < self.vocab_size or (skip_special_tokens and token in self._special):
             return None
         return self._pipeline.id_to_token(token)
 
 
 class PipelineStream(Stream):
-    """Decodes one token at a time, together with the tokens before it: a decoder may treat the
-    first token of a text in another way."""
+    """Decodes one token at a time, together with previous tokens, because a decoder may treat the
+    first token of a text differently."""
 
     def __init__(self, tokenizer: PipelineTokenizer, skip_special_tokens: bool):
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
         self._ids: list[int] = []
-        self._told = 0  # ids at the beginning of _ids whose text was returned
+        self._told = 0  # number of leading _ids whose text was returned
         self._text = ""  # their text
 
     def put(self, token: int) -> str:
-        """Return the text that is certain now. An incomplete character waits for the next tokens;
-        so do tokens of single bytes, of which one broken character spoils all."""
+        """Add a token and return the text that is complete. Incomplete characters and byte tokens
+        are kept until later tokens, because one broken character affects all adjacent bytes."""
         spelling = self._tokenizer.spelling(int(token), self._skip)
         if spelling is None:
             return ""
@@ -73,21 +72,30 @@ class PipelineStream(Stream):
         if text.endswith("\ufffd") or BYTE.fullmatch(spelling):
             return ""
         new = text[len(self._text) :]
-        del self._ids[: self._told]  # one token at least stays before what comes next
+        del self._ids[: self._told]  # keeps at least one token before the next one
         self._told, self._text = len(self._ids), self._tokenizer.decode(self._ids)
         return new
 
     def end(self) -> str:
-        """Return the rest of the text, after the last token."""
+        """Return the rest of the text after the last token."""
         return self._tokenizer.decode(self._ids)[len(self._text) :]
 
 
 def from_pipeline(
     path: Path, data: bytes, entries: dict, settings: TokenizerSettings
 ) -> PipelineTokenizer:
-    """Return the tokenizer of a tokenizer.json, whose bytes are `data`, and its object `entries`.
-    Raises UserError if the library can't read it."""
-    import tokenizers  # here, so that a process without a tokenizer.json does without it
+    """Create the tokenizer of a tokenizer.json.
+
+    Args:
+        path: The file.
+        data: Its bytes.
+        entries: Its JSON object.
+        settings: Settings in the files next to it.
+
+    Raises:
+        UserError: The library cannot read the file.
+    """
+    import tokenizers  # here: only a tokenizer.json needs it
 
     model = entries.get("model")
     if isinstance(model, dict) and model.get("dropout"):
@@ -113,18 +121,18 @@ def from_pipeline(
 
 @contextmanager
 def _refused(told: str) -> Iterator[None]:
-    """Turn what the library raises into a UserError that begins with `told`."""
+    """Convert exceptions of the library to a UserError that begins with `told`."""
     try:
         yield
-    except BaseException as error:  # the library's panics are no Exception
+    except BaseException as error:  # panics of the library are not subclasses of Exception
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise UserError(f"{told}: {' '.join(str(error).split())}") from error
 
 
 def _add_tokens(path: Path, pipeline: "tokenizers.Tokenizer", settings: TokenizerSettings) -> None:
-    """Add the tokens of the files beside it that a pipeline does not have yet. UserError if one
-    would get another id."""
+    """Add tokens of the settings files that the pipeline does not have. Raises UserError if the id
+    of one differs."""
     import tokenizers
 
     known = {token.content for token in pipeline.get_added_tokens_decoder().values()}
@@ -143,8 +151,8 @@ def _add_tokens(path: Path, pipeline: "tokenizers.Tokenizer", settings: Tokenize
 
 
 def _around(pipeline: "tokenizers.Tokenizer") -> tuple[list[int], list[int]]:
-    """Return the ids that the post-processor puts before and after a text."""
-    for text in ("a", *pipeline.get_vocab()):  # the first that has any ids
+    """Return the ids that the post-processor adds before and after a text."""
+    for text in ("a", *pipeline.get_vocab()):  # until one is encoded to any ids
         encoded = pipeline.encode(text)
         inside = [place for place, mark in enumerate(encoded.special_tokens_mask) if not mark]
         if inside:

@@ -1,4 +1,4 @@
-"""LLaMA-3's tokenizer.model: a line of text, `base64 rank`, for each token of a byte-level BPE."""
+"""LLaMA-3's tokenizer.model: one line `base64 rank` per token of a byte-level BPE."""
 
 import base64
 import re
@@ -20,19 +20,19 @@ NAMED = {
     9: "eot_id",
     10: "python_tag",
 }
-SPECIAL = 256  # tokens, after the ranks: those with names, and reserved ones
+SPECIAL = 256  # named and reserved tokens after the ranks
 
 
 def special_tokens(first: int) -> list[AddedToken]:
-    """Return LLaMA-3's special tokens (as of 3.1), with ids from `first` on."""
+    """Return the special tokens of LLaMA-3.1, with ids from `first` on."""
     reserved = (f"reserved_special_token_{i}" for i in range(SPECIAL))
     names = (NAMED.get(place) or next(reserved) for place in range(SPECIAL))
     return [AddedToken(f"<|{name}|>", first + place) for place, name in enumerate(names)]
 
 
 def from_ranks(path: Path, data: bytes, settings: TokenizerSettings) -> ByteLevelBPE:
-    """Return the tokenizer of a file of ranks, whose content is `data`. The ranks are the ids; bos
-    goes before a text."""
+    """Create the tokenizer of a file of ranks with the content `data`. Ranks are used as ids; bos
+    is added before a text."""
     tokens = {}
     with malformed(path):
         for line in data.splitlines():

@@ -1,5 +1,5 @@
-"""LLaMA-1 and 2's tokenizer: a sentencepiece model with bytes to fall back on, run by sentencepiece
-itself."""
+"""The tokenizer of LLaMA-1 and LLaMA-2: a sentencepiece model with byte fallback, run by the
+sentencepiece library."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,14 +20,14 @@ CLASSES = (
     "PreTrainedTokenizerFast",
     "TokenizersBackend",
 )
-SPACE = "\u2581"  # how a piece spells a space; in a text, this character becomes one
+SPACE = "\u2581"  # a space in a piece; in a text, this character becomes a space
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A sentencepiece model, and tokens added to it.
+    """A sentencepiece model with added tokens.
 
-    The text between special tokens is encoded by itself, as LLaMA's own code encodes the turns of a
-    dialogue: each gets the space that the model puts before a text, and decoding takes it away.
+    Each text between special tokens is encoded separately, as LLaMA's own code encodes the turns of
+    a dialogue. The model adds a space before each such text, and decoding removes it.
     """
 
     def __init__(self, model: sentencepiece.SentencePieceProcessor, added: list[AddedToken]):
@@ -67,8 +67,8 @@ class SentencePieceTokenizer(Tokenizer):
 def from_sentencepiece(
     path: Path, data: bytes, settings: TokenizerSettings
 ) -> SentencePieceTokenizer:
-    """Return the tokenizer of a sentencepiece model, whose bytes are `data`. bos goes before a
-    text, if there is one."""
+    """Create the tokenizer of a sentencepiece model with the bytes `data`. bos, if the model has
+    it, is added before a text."""
     settings.refuse("tokenizer_class", *CLASSES)
     settings.refuse("add_prefix_space", True)
     try:

@@ -1,5 +1,5 @@
-"""The settings of a tokenizer: the JSON files beside it say which tokens are special, and which of
-them go around a text."""
+"""Tokenizer settings: the JSON files next to a tokenizer name its special tokens, and those to add
+before and after a text."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,24 +16,29 @@ SETTINGS_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tok
 CHAT_TEMPLATE = "chat_template.jinja"
 Own = TypeVar("Own", bound=Tokenizer)
 ROLES = ("bos", "eos", "pad")
-# What published files mean that name no such token, GPT-2's for one.
+# Default tokens for published files that do not name them, such as GPT-2's.
 USUAL = {
     "bos": ("<|begin_of_text|>", "<|endoftext|>", "<s>"),
     "eos": ("<|end_of_text|>", "<|endoftext|>", "</s>"),
     "pad": ("<|padding|>",),
 }
-# Classes of transformers that have no tokens of their own, as GPT2Tokenizer has.
+# Classes of transformers without default special tokens (GPT2Tokenizer has some).
 GENERIC = ("PreTrainedTokenizer", "PreTrainedTokenizerFast", "TokenizersBackend")
 
 
 @dataclass
 class TokenizerSettings:
-    """What SETTINGS_FILES say, and the ids of config.json and generation_config.json.
+    """The contents of SETTINGS_FILES, and the ids in config.json and generation_config.json.
 
-    config: all of tokenizer_config.json. names: the contents of the bos, eos, pad and unk tokens,
-    by role, None where a file says that there is none. ids: their ids, which count where nothing
-    else names one. special: the contents of further special tokens. added: tokens with their ids.
-    chat_template: the Jinja template of conversations, if there is one.
+    Attributes:
+        directory: The directory of the files.
+        config: The contents of tokenizer_config.json.
+        names: Contents of the bos, eos, pad and unk tokens, by role. None if a file sets the token
+            to null.
+        ids: Ids of these tokens, used if nothing else defines them.
+        special: Contents of additional special tokens.
+        added: Added tokens with their ids.
+        chat_template: The Jinja template of conversations, or None.
     """
 
     directory: Path
@@ -45,8 +50,8 @@ class TokenizerSettings:
     chat_template: str | None = None
 
     def refuse(self, key: str, *supported: Any) -> None:
-        """Raise UserError if tokenizer_config.json has a value for a key that is neither one of
-        these nor null."""
+        """Raise UserError if the value of `key` in tokenizer_config.json is neither null nor
+        supported."""
         value = self.config.get(key)
         if value is not None and value not in supported:
             raise UserError(
@@ -56,8 +61,8 @@ class TokenizerSettings:
     def all_added(
         self, found: Iterable[AddedToken], id_of: Callable[[str], int | None]
     ) -> list[AddedToken]:
-        """Return the added tokens found in a vocabulary's file, those that other files add, and
-        those that they call special."""
+        """Return the added tokens of the vocabulary file and of the settings files, and all tokens
+        that the settings call special."""
         tokens = {token.content: token for token in self.added} | {
             token.content: token for token in found
         }
@@ -74,11 +79,15 @@ class TokenizerSettings:
         add_bos: bool = False,
         template: tuple[list[int], list[int]] | None = None,
     ) -> Own:
-        """Set the ids of the special tokens, and which of them go around a text.
+        """Set the ids of the special tokens, and the tokens to add before and after a text.
 
-        id_of: the id of a token's content. own: ids by role that the vocabulary itself names.
-        add_bos: whether bos goes before a text if no file says. template: the ids around a text, of
-        a tokenizer.json: then nothing else counts.
+        Args:
+            tokenizer: The tokenizer to change.
+            id_of: Function from a token's content to its id.
+            own: Ids by role that the vocabulary itself defines.
+            add_bos: Default of add_bos_token if the files do not contain it.
+            template: Ids before and after a text from a tokenizer.json. They override everything
+                else.
         """
         for role in ROLES:
             token = self._id(role, id_of, own or {}, tokenizer.vocab_size)
@@ -97,8 +106,8 @@ class TokenizerSettings:
     def _id(
         self, role: str, id_of: Callable[[str], int | None], own: dict[str, int], vocab_size: int
     ) -> int | None:
-        """Return the id of the token with a role: by its name, or else the vocabulary's own, or
-        else as published files usually have it."""
+        """Return the id of the token with a role: by its name in the settings, otherwise the id in
+        the vocabulary, otherwise the usual token of published files."""
         if role in self.names:
             name = self.names[role]
             if name is not None and id_of(name) is None:
@@ -114,8 +123,11 @@ class TokenizerSettings:
 
 
 def read_settings(directory: Path) -> TokenizerSettings:
-    """Read the settings of a tokenizer's directory, any of whose files may be missing. Raises
-    UserError for a malformed one."""
+    """Read the settings in a tokenizer's directory. Missing files are skipped.
+
+    Raises:
+        UserError: A file is malformed.
+    """
     settings = TokenizerSettings(directory)
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         entries = _json_beside(directory / name)
@@ -152,8 +164,13 @@ def read_settings(directory: Path) -> TokenizerSettings:
 
 
 def chat_template_in(directory: Path, config: Mapping = {}) -> str | None:
-    """Return the template of chat_template.jinja, or else of tokenizer_config.json, whose content
-    is `config`; of several, the one named default."""
+    """Return the template in chat_template.jinja, otherwise in tokenizer_config.json.
+
+    Args:
+        directory: The directory of the files.
+        config: Contents of tokenizer_config.json. Of several templates, the one named default is
+            used.
+    """
     path = directory / CHAT_TEMPLATE
     if path.exists():
         with malformed(path):
@@ -168,7 +185,7 @@ def chat_template_in(directory: Path, config: Mapping = {}) -> str | None:
 
 
 def _contents(tokens) -> list[str]:
-    """Return the contents of tokens, given as a list or an object of strings or of objects."""
+    """Return the contents of tokens, given as a list or object of strings or of token objects."""
     if isinstance(tokens, dict):
         tokens = tokens.values()
     elif not isinstance(tokens, list):
@@ -178,14 +195,14 @@ def _contents(tokens) -> list[str]:
 
 
 def _json_beside(path: Path) -> dict:
-    """Read the object in a JSON file; it is empty if there is no such file."""
+    """Read the object in a JSON file. Returns an empty object if the file does not exist."""
     return json_object(path, read_bytes(path)) if path.exists() else {}
 
 
 @contextmanager
 def malformed(path: Path) -> Iterator[None]:
-    """Turn what a wrong type or a missing key raises within this block into a UserError that names
-    the file."""
+    """Convert errors caused by wrong types or missing keys within this block to a UserError that
+    names the file."""
     try:
         yield
     except UserError as error:

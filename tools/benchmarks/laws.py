@@ -1,4 +1,4 @@
-"""Curves: what was measured at each size, and the laws that it is expected to follow."""
+"""Curves: measurements at each size, and the laws that they are expected to follow."""
 
 import statistics
 from collections.abc import Callable
@@ -21,10 +21,12 @@ LAW_COLUMNS = ("curve", "of", "law", "fitted to", "last point", "law there", "de
 
 
 class Law(NamedTuple):
-    """What a quantity should be of a size: a sum of terms, each times a factor that is fitted.
+    """An expected dependence on the size: a sum of terms with fitted factors.
 
-    text: the law, as it is read. terms: a function of the size for each. first: how many points it
-    is fitted to, from the smallest; 0: all but the last.
+    Attributes:
+        text: The law as text.
+        terms: Functions of the size.
+        first: Number of points for the fit, smallest first; 0: all except the last.
     """
 
     text: str
@@ -32,14 +34,14 @@ class Law(NamedTuple):
     first: int = 0
 
     def count(self, points: int) -> int:
-        """Return how many of so many points the law is fitted to."""
+        """Return the number of points for the fit."""
         return self.first or points - 1
 
     def fit(self, sizes: list[float], values: list[float]) -> Callable[[float], float]:
-        """Return the law as a function of the size, fitted to the first points.
+        """Fit the law to the first points and return it as a function of the size.
 
-        The squares of relative errors are least, of all factors that are not below 0: no cost is. A
-        point of value 0 has no relative error and is left out.
+        The sum of squared relative errors is minimized. Factors are at least 0, because costs are
+        not negative. Points with the value 0 are skipped, because they have no relative error.
         """
         count = self.count(len(sizes))
         pairs = [pair for pair in zip(sizes[:count], values[:count], strict=True) if pair[1]]
@@ -55,16 +57,21 @@ class Law(NamedTuple):
         return lambda size: float(sum(factor * term(size) for factor, term in terms))
 
     def departure(self, sizes: list[float], values: list[float]) -> float:
-        """Return by what part of the law the last point is above it, or below it."""
+        """Return the relative difference of the last point from the law."""
         return values[-1] / self.fit(sizes, values)(sizes[-1]) - 1
 
 
 @dataclass(frozen=True)
 class Point:
-    """What was measured at one size.
+    """Measurements at one size.
 
-    seconds: of each run. amount: tokens, or megabytes, of a run. memory: the peak, in bytes.
-    planned: what the planner says of it. sent: the bytes that a rank sends in a step, as planned.
+    Attributes:
+        size: The size.
+        seconds: Seconds per run.
+        amount: Tokens or megabytes per run.
+        memory: Peak memory in bytes.
+        planned: Memory in bytes according to the planner.
+        sent: Bytes that a rank sends per step, according to the planner.
     """
 
     size: float
@@ -85,7 +92,7 @@ UNITS = {"time": "s", "memory": "MB", "sent": "MB"}
 
 @dataclass(frozen=True)
 class Curve:
-    """Points of growing size, and the law of each quantity: "time", "memory", "sent"."""
+    """Points of increasing size, and the laws of the quantities "time", "memory" and "sent"."""
 
     name: str
     points: list[Point]
@@ -93,7 +100,7 @@ class Curve:
     unit: str = "tokens/s"
 
     def of(self, quantity: str) -> tuple[list[float], list[float]]:
-        """Return the sizes, and a quantity at each."""
+        """Return the sizes, and the values of a quantity."""
         return [p.size for p in self.points], list(map(QUANTITIES[quantity], self.points))
 
     def rows(self) -> list[str]:
@@ -112,7 +119,7 @@ class Curve:
         ]
 
     def law_rows(self) -> list[str]:
-        """Return the laws, and what departs from them at the last point, as rows of a table."""
+        """Return the laws, and the last point's differences from them, as rows of a table."""
         return [_row(self.name, *self._law_cells(quantity)) for quantity in self.laws]
 
     def _law_cells(self, quantity: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Measure the memory of processes, by what Linux tells in /proc. All sizes are in bytes."""
+"""Measure the memory of processes with Linux's /proc. All sizes are in bytes."""
 
 import subprocess
 import tempfile
@@ -9,14 +9,17 @@ from megazoo.errors import UserError
 
 
 def resident(name: str) -> int:
-    """Return this process's resident memory: VmRSS now, VmHWM its peak, RssAnon without files."""
+    """Return this process's resident memory: VmRSS (now), VmHWM (peak) or RssAnon (without
+    files)."""
     return _entry(Path("/proc/self/status"), name)
 
 
 def proportional(command: list, kind: str = "Pss") -> int:
-    """Run a command to its end, and return the peak of the sum of its processes' PSS.
+    """Run a command and return the peak of the summed PSS of its processes.
 
-    kind: "Pss_Anon" leaves out the pages of files, which the system may take back.
+    Args:
+        command: The command.
+        kind: "Pss_Anon" excludes file pages, which the system can reclaim.
     """
     words, peak = [str(word) for word in command], 0
     with tempfile.TemporaryFile("w+") as told:
@@ -31,14 +34,14 @@ def proportional(command: list, kind: str = "Pss") -> int:
 
 
 def _family(pid: int) -> list[int]:
-    """Return a process and those that came of it."""
+    """Return a process and its descendants."""
     try:
         children = [
             int(word)
             for file in Path(f"/proc/{pid}/task").glob("*/children")
             for word in file.read_text().split()
         ]
-    except OSError:  # it has just ended
+    except OSError:  # the process has ended
         return []
     return [pid, *(each for child in children for each in _family(child))]
 
@@ -52,6 +55,6 @@ def _pss(pid: int, kind: str) -> int:
 
 
 def _entry(file: Path, name: str) -> int:
-    """Return the entry of a file of /proc whose lines are `name:  123 kB`."""
+    """Return the value of a line `name:  123 kB` in a file of /proc."""
     lines = file.read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))

@@ -1,4 +1,4 @@
-"""Draw curves with their laws beside them. Needs matplotlib: pip install -e .[plots]"""
+"""Draw curves with their laws. Requires matplotlib: pip install -e .[plots]"""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from megazoo.errors import UserError
 
 
 def pyplot():
-    """Return matplotlib's pyplot, which draws to files; UserError if it is not installed."""
+    """Return matplotlib's pyplot with a file backend. Raises UserError if it is not installed."""
     try:
         import matplotlib
     except ImportError as error:
@@ -20,7 +20,7 @@ def pyplot():
 
 
 def draw(curves: list[Curve], file: Path) -> None:
-    """Write a PNG: a row for each curve, a column for each quantity, its law dashed."""
+    """Write a PNG with a row per curve and a column per quantity. Laws are dashed."""
     shape = len(curves), len(QUANTITIES)
     figure, table = pyplot().subplots(
         *shape, figsize=(10, 2.3 * len(curves)), dpi=90, layout="constrained", squeeze=False
@@ -38,7 +38,7 @@ def draw(curves: list[Curve], file: Path) -> None:
 
 
 def _draw(axes, curve: Curve, quantity: str) -> None:
-    """Draw a quantity of a curve, the range of its runs as bars."""
+    """Draw a quantity of a curve. Error bars show the range of the runs."""
     law, (sizes, values) = curve.laws[quantity], curve.of(quantity)
     runs = [
         point.seconds if quantity == "time" else [value]

@@ -1,4 +1,4 @@
-"""What a case is given, and what it yields."""
+"""Input and output of benchmark cases."""
 
 import statistics
 from dataclasses import dataclass
@@ -8,9 +8,12 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class Setup:
-    """How to measure.
+    """The options of a measurement.
 
-    pairs: runs of each side, in turn. gigabytes: the size of checkpoints. directory: for files.
+    Attributes:
+        pairs: Runs of each side, alternating.
+        gigabytes: Size of the checkpoints.
+        directory: Directory for files.
     """
 
     pairs: int
@@ -19,9 +22,9 @@ class Setup:
 
 
 class Result(NamedTuple):
-    """One comparison: what each run took or reached, ours and the reference's, in `unit`.
+    """A comparison: the values of megazoo's runs and of the reference's runs, in `unit`.
 
-    memory: the peaks of both in bytes, where they are measured.
+    `memory` contains the peak memory of both in bytes, if it is measured.
     """
 
     name: str
@@ -32,11 +35,11 @@ class Result(NamedTuple):
 
     @property
     def ratios(self) -> list[float]:
-        """Ours over the reference's, of each pair."""
+        """megazoo's value divided by the reference's, for each pair of runs."""
         return [a / b for a, b in zip(self.ours, self.reference, strict=True)]
 
     def row(self) -> str:
-        """Return the result as a row of a table, medians."""
+        """Return the medians as a row of a table."""
         ratios, middle = self.ratios, statistics.median(self.ratios)
         ours, reference = statistics.median(self.ours), statistics.median(self.reference)
         peaks = [f"{peak / 1e6:,.0f} MB" if peak else "" for peak in self.memory] or [" ", " "]

@@ -1,4 +1,4 @@
-"""Run functions and commands in turn, A B A B ..., and measure each run."""
+"""Run functions and commands alternately (A B A B ...) and measure each run."""
 
 import os
 import shutil
@@ -26,7 +26,8 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 
 
 def on_ranks(function: Callable, ranks: int, *arguments, **options) -> list:
-    """Return what a function returns on fresh processes, ranks of one world (see RankPool)."""
+    """Run a function on new processes that are the ranks of one world (see RankPool). Return their
+    results."""
     pool = RankPool()
     try:
         return pool.run(function, ranks, *arguments, timeout=3600, **options)
@@ -35,12 +36,12 @@ def on_ranks(function: Callable, ranks: int, *arguments, **options) -> list:
 
 
 def alone(function: Callable, *arguments, **options):
-    """Return what a function returns in a fresh process."""
+    """Run a function in a new process and return its result."""
     return on_ranks(function, 1, *arguments, **options)[0]
 
 
 def seconds_in_turn(sides: list[Callable[[], object]], pairs: int) -> list[list[float]]:
-    """Return the seconds of each run of each side, after one run of each that does not count."""
+    """Return the seconds of each run per side. The first run of each side is not counted."""
     seconds: list[list[float]] = [[] for _ in sides]
     for _ in range(pairs + 1):
         for times, run in zip(seconds, sides, strict=True):
@@ -51,8 +52,14 @@ def seconds_in_turn(sides: list[Callable[[], object]], pairs: int) -> list[list[
 
 
 class Job(NamedTuple):
-    """What is timed: steps of processes that are ranks of one world. make(*arguments), called on
-    each, returns a function that does one. module: what is imported before memory is measured."""
+    """A training job to measure.
+
+    Attributes:
+        ranks: Number of ranks.
+        make: Function that is called on each rank and returns a function that runs a step.
+        arguments: Arguments of `make`.
+        module: Module that is imported before the memory measurement starts.
+    """
 
     ranks: int
     make: Callable[..., Callable[[], object]]
@@ -61,10 +68,10 @@ class Job(NamedTuple):
 
 
 def jobs_in_turn(jobs: list[Job], pairs: int) -> list[tuple[list[float], int]]:
-    """Return the seconds of each job's steps, after one that does not count, and its memory.
+    """Return the seconds per step and the memory of each job. The first step is not counted.
 
-    Each job has processes of its own, as it would be used. Its memory, in bytes, is the most
-    resident memory of rank 0 above that before `make`, or the most on its CUDA device.
+    Each job has separate processes. Its memory, in bytes, is the increase of rank 0's peak resident
+    memory since before `make`, or the peak on its CUDA device.
     """
     with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(len(jobs)) as threads:
         turns = (os.path.join(directory, "turns"), len(jobs), pairs + 1)
@@ -76,13 +83,20 @@ def jobs_in_turn(jobs: list[Job], pairs: int) -> list[tuple[list[float], int]]:
 
 
 def _steps(job: Job, side: int, turns: str, sides: int, runs: int) -> tuple[list[float], int]:
-    """Do the steps of a job on one of its ranks, whenever it is its turn.
+    """Run the steps of a job on one of its ranks. The jobs alternate.
 
-    turns: the file through which the jobs tell each other that a turn is done. Returns seconds and
-    memory as jobs_in_turn does.
+    Args:
+        job: The job.
+        side: Number of the job.
+        turns: File that the jobs use to signal the end of a step.
+        sides: Number of jobs.
+        runs: Steps per job.
+
+    Returns:
+        Seconds and memory as in `jobs_in_turn`.
     """
-    import_module(job.module)  # part of the level before
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    import_module(job.module)  # not part of the measured memory
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before, seconds = resident("VmRSS"), []
     step, store = job.make(*job.arguments), dist.FileStore(turns, -1)
     store.set_timeout(timedelta(hours=1))
@@ -101,13 +115,18 @@ def _steps(job: Job, side: int, turns: str, sides: int, runs: int) -> tuple[list
 
 
 class Side(NamedTuple):
-    """What is timed: commands, one after the other. output: what they write, removed before."""
+    """Commands to measure, run one after another.
+
+    Attributes:
+        commands: The commands.
+        output: Their output directory, which is removed before each run.
+    """
 
     commands: list[list]
     output: Path
 
     def run(self) -> tuple[float, int]:
-        """Return seconds, and the largest peak of resident memory, in bytes."""
+        """Return the seconds, and the largest peak of resident memory in bytes."""
         shutil.rmtree(self.output, ignore_errors=True)
         subprocess.run(["sync"], check=True)
         began = time.perf_counter()
@@ -116,14 +135,14 @@ class Side(NamedTuple):
 
 
 def in_turn(name: str, pairs: int, ours: Side, reference: Side) -> Result:
-    """Run two sides in turn, after one run of each that doesn't count."""
+    """Run two sides alternately. The first run of each side is not counted."""
     runs = [[side.run() for side in (ours, reference)] for _ in range(pairs + 1)]
     seconds = [[run[side][0] for run in runs[1:]] for side in range(2)]
     return Result(name, *seconds, tuple(max(run[side][1] for run in runs) for side in range(2)))
 
 
 def _peak_of(command: list) -> int:
-    """Run a command to its end, and return its peak resident memory, in bytes."""
+    """Run a command and return its peak resident memory in bytes."""
     words = [str(word) for word in command]
     with tempfile.TemporaryFile("w+") as told:
         child = subprocess.Popen(words, stdout=told, stderr=told)

@@ -1,12 +1,12 @@
-"""A gallery of published mistakes of parallel training, with which the check is checked.
+"""A gallery of known bugs of parallel training, used to test the check.
 
-Each is a function that plants it in the program while a check runs, in the file of what it is
-about: layers, dropout, sequences, engine, optimizer.
+Each bug is a function that patches the program while a check runs. The files group the bugs by
+topic: layers, dropout, sequences, engine, optimizer.
 """
 
 import re
 
-# They fill BUGS.
+# These modules fill BUGS.
 from megazoo.testing.gallery import dropout, engine, layers, optimizer, sequences  # noqa: F401
 from megazoo.testing.gallery.planting import BUGS, Bug
 from megazoo.testing.gallery.table import Outcome, header, line_of, self_test
@@ -19,4 +19,4 @@ def _place(bug: Bug) -> tuple[int, str]:
     return (int(number[0]) if number else 1000), bug.number
 
 
-BUGS.sort(key=_place)  # those without a number last
+BUGS.sort(key=_place)  # bugs without a number come last

@@ -1,4 +1,4 @@
-"""Mistakes in what dropout masks are drawn from."""
+"""Bugs in the seeds of dropout masks."""
 
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +11,7 @@ from megazoo.testing.gallery.planting import bug, replaced
 
 
 def _drawn(change):
-    """Every Dropout draws as change(self, seed, draw, device) says."""
+    """Replace the draw of every Dropout with change(self, seed, draw, device)."""
 
     def make(draw):
         return lambda self, seed, device: change(self, seed, draw, device)
@@ -20,7 +20,7 @@ def _drawn(change):
 
 
 def _as_if(parallel: bool, of_those: bool):
-    """Each Dropout that is, or is not, parallel draws as if it were the other."""
+    """Draw masks of parallel Dropouts as if they were not parallel, or the reverse."""
 
     def change(self, seed, draw, device):
         before = self.parallel
@@ -42,7 +42,7 @@ def _as_if(parallel: bool, of_those: bool):
     link="https://github.com/PaddlePaddle/PaddleFleetX/pull/1005",
 )
 def heads_with_equal_masks():
-    """The tp ranks drop the same places of their different heads."""
+    """All tp ranks use the same mask for their different heads."""
     return _as_if(parallel=False, of_those=True)
 
 
@@ -55,7 +55,7 @@ def heads_with_equal_masks():
     link="https://github.com/awslabs/slapo/issues/21",
 )
 def shared_with_different_masks():
-    """The tp ranks drop different places of what they share."""
+    """The tp ranks use different masks for replicated activations."""
     return _as_if(parallel=True, of_those=False)
 
 
@@ -69,7 +69,7 @@ def shared_with_different_masks():
 )
 @contextmanager
 def recomputation_draws_anew():
-    """A layer that is run again in backward drops other places."""
+    """A layer that is recomputed in the backward pass uses another mask."""
     again = []
 
     def make(replay):
@@ -99,7 +99,7 @@ def recomputation_draws_anew():
 )
 @contextmanager
 def sites_by_local_layer():
-    """Dropout draws by the layer's number within the stage."""
+    """The dropout seed depends on the layer's number within the stage."""
 
     def make(empty):
         def numbered(cls, config, ctx, **options):
@@ -132,7 +132,7 @@ def sites_by_local_layer():
     layout="dp2",
 )
 def dropout_without_the_step():
-    """The seed of a micro-batch is that of the first step."""
+    """The seed of a micro-batch is that of the first step in every step."""
     return replaced(
         batch,
         "derive_seed",
@@ -147,7 +147,7 @@ def dropout_without_the_step():
     layout="tp2",
 )
 def dropout_in_evaluation():
-    """Dropout drops in evaluation mode, too."""
+    """Dropout is active in evaluation mode."""
     return replaced(Dropout, "active", lambda _: lambda self: self.probability > 0)
 
 
@@ -164,5 +164,5 @@ def dropout_in_evaluation():
     layout="cp2",
 )
 def dropout_in_step_across_replicas():
-    """Replicas, or parts of a sequence, drop the same places of different tokens."""
+    """Replicas, or parts of a sequence, use the same mask for different tokens."""
     return replaced(batch, "derive_seed", lambda derive: lambda *what: derive(*what[:-1]))

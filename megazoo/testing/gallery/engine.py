@@ -1,5 +1,5 @@
-"""Mistakes in what runs the layers: batches and their parts, the pipeline, the mean over tokens,
-sums over replicas and between stages."""
+"""Bugs in the engine: batches and micro-batches, the pipeline, the mean over tokens, gradient sums
+over replicas and between stages."""
 
 import itertools
 from contextlib import contextmanager
@@ -28,7 +28,7 @@ def _own_labels(run: PipelineRun) -> torch.Tensor:
     link="https://github.com/huggingface/transformers/pull/34191",
 )
 def mean_of_micro_batch_means():
-    """Each micro-batch's loss is a mean over its own labels, and all weigh the same."""
+    """The loss is the unweighted mean of the micro-batches' means."""
 
     def make(forward):
         def of_its_own(self, action, train):
@@ -56,7 +56,7 @@ def mean_of_micro_batch_means():
     link="https://github.com/huggingface/transformers/issues/34242",
 )
 def mean_of_replica_means():
-    """Each replica's loss is a mean over its own labels, and all weigh the same."""
+    """The loss is the unweighted mean of the replicas' means."""
 
     def make(init):
         def initialised(self, *arguments, **options):
@@ -78,7 +78,7 @@ def mean_of_replica_means():
     link="https://github.com/PrimeIntellect-ai/prime-rl/pull/2562",
 )
 def local_label_count():
-    """A replica divides its part of the loss by its own labels; the parts are then summed."""
+    """Each replica divides its loss by its own label count, and the results are summed."""
 
     def make(count_labels):
         return lambda model, batches, group: count_labels(model, batches, None)
@@ -95,7 +95,7 @@ def local_label_count():
     link="https://github.com/pytorch/torchtitan/pull/2206",
 )
 def gradients_by_local_labels():
-    """The loss is right, but its gradient is divided by the replica's own labels."""
+    """The loss is right, but its gradient is divided by the replica's own label count."""
 
     def make(backward):
         def scaled(self, action, factor=1.0):
@@ -117,7 +117,7 @@ def gradients_by_local_labels():
     link="https://github.com/THUDM/slime/pull/1842",
 )
 def loss_scale_twice():
-    """The loss is multiplied by the loss scale twice, and the gradients are divided by it once."""
+    """The loss is multiplied by the loss scale twice, but gradients are divided by it once."""
 
     def make(init):
         def initialised(self, *arguments, loss_scale=1.0, **options):
@@ -137,7 +137,7 @@ def loss_scale_twice():
     link="https://github.com/pytorch/pytorch/issues/180952",
 )
 def tied_gradient_twice():
-    """The gradients of a tied embedding are summed between the stages, and once more."""
+    """The gradients of a tied embedding are summed between the stages twice."""
 
     def twice(between):
         def summed(tensor, *arguments):
@@ -171,7 +171,8 @@ def tied_gradient_of_one_stage():
     link="https://github.com/NVIDIA/Megatron-LM/issues/844",
 )
 def tied_gradient_after_sharing():
-    """The replicas share out the gradient of a tied embedding before the stages have summed it."""
+    """The gradient of a tied embedding is reduced over the replicas before it is summed between the
+    stages."""
 
     def make(init):
         def initialised(self, parameters, ctx, bucket_elements=None, late=(), **options):
@@ -192,7 +193,7 @@ def tied_gradient_after_sharing():
 )
 @contextmanager
 def sum_before_the_last_micro_batch():
-    """A bucket's sum over the replicas leaves, and is there, after the first micro-batch."""
+    """The gradient sum of a bucket starts and completes after the first micro-batch."""
 
     def make_start(start):
         return lambda self, backwards, deferred=(): start(self, 1, deferred)
@@ -200,7 +201,7 @@ def sum_before_the_last_micro_batch():
     def make_launch(launch):
         def launched(self, stop):
             launch(self, stop)
-            while self.works:  # else a sum that is late has the others' gradients, too
+            while self.works:  # a late sum would include later gradients
                 self.works.pop(0).wait()
 
         return launched
@@ -208,7 +209,7 @@ def sum_before_the_last_micro_batch():
     def make_received(received):
         def noted(self, parameter):
             index, _ = self.place[parameter]
-            if self.missing[index : index + 1] != [0]:  # more than it waits for is refused
+            if self.missing[index : index + 1] != [0]:  # an extra gradient raises an error
                 received(self, parameter)
 
         return noted
@@ -228,7 +229,7 @@ def sum_before_the_last_micro_batch():
     link="https://github.com/pytorch/pytorch/issues/69031",
 )
 def replica_without_a_sum():
-    """One replica takes part in a bucket's sum, but does not get it."""
+    """One replica takes part in a bucket's all-reduce but discards the result."""
 
     def make(all_reduce):
         def lost(tensor, group, **options):
@@ -249,7 +250,7 @@ def replica_without_a_sum():
     link="https://github.com/pytorch/pytorch/pull/127796",
 )
 def backward_in_another_order():
-    """A gradient that comes back goes to the micro-batch whose forward was the last."""
+    """A received gradient is used for the micro-batch with the latest forward pass."""
 
     def make(backward):
         def turned(self, action, factor=1.0):
@@ -273,13 +274,13 @@ def backward_in_another_order():
     link="https://github.com/deepspeedai/DeepSpeed/issues/2800",
 )
 def one_receive_buffer():
-    """Every micro-batch is received into the same memory."""
+    """All micro-batches are received into the same memory."""
 
     def make(empty_input):
         def same(self, microbatch):
             if not hasattr(self, "received_into"):
                 self.received_into = empty_input(self, microbatch)
-            return self.received_into.data  # autograd does not see that it is written to
+            return self.received_into.data  # .data hides writes from autograd
 
         return same
 
@@ -299,7 +300,7 @@ def loss_of_the_last_rank():
 
     def make(all_reduce):
         def forgetful(tensor, group, **options):
-            if next(calls) % 2 == 0:  # the labels; then comes the loss
+            if next(calls) % 2 == 0:  # even calls sum labels, odd calls the loss
                 all_reduce(tensor, group, **options)
 
         return forgetful

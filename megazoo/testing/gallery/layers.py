@@ -1,5 +1,4 @@
-"""Mistakes in layers: what tensor parallelism cuts, sums and joins; positions, dropout and
-adapters."""
+"""Bugs in layers: sharding, sums and gathers of tensor parallelism; positions and adapters."""
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +23,7 @@ from megazoo.testing.gallery.planting import bug, replaced, replaced_everywhere
     link="https://github.com/NVIDIA/Megatron-LM/commit/37498c3efe29cae48eebd8bb11802585aa9f20cb",
 )
 def padding_in_the_softmax():
-    """The vocabulary is padded until tp divides it, and the padding's logits, 0, are not hidden."""
+    """The vocabulary is padded to a multiple of tp, and the padding's logits (0) are not masked."""
 
     def make(token_losses):
         def padded(self, outputs, batch):
@@ -49,7 +48,7 @@ def padding_in_the_softmax():
     link="https://github.com/bigcode-project/Megatron-LM/pull/37",
 )
 def copies_of_heads_not_summed():
-    """The gradients of KV heads that several ranks hold are left as parts."""
+    """The partial gradients of replicated KV heads are not summed."""
 
     def make(has_partial_gradient):
         return lambda self, ctx: not self.shard and has_partial_gradient(self, ctx)
@@ -78,7 +77,7 @@ def copies_of_heads_not_summed():
     link="https://github.com/modelscope/mcore-bridge/pull/173",
 )
 def gradients_of_copies_not_summed():
-    """No gradient of which each tp rank has a part is summed."""
+    """Partial gradients are never summed over tp ranks."""
     return replaced_everywhere("sum_over_copies", lambda _: lambda *_: None)
 
 
@@ -92,7 +91,7 @@ def gradients_of_copies_not_summed():
     link="https://github.com/PaddlePaddle/Paddle/pull/35186",
 )
 def bias_before_the_sum():
-    """Every rank adds the bias to its part of the sum."""
+    """Every rank adds the bias before the sum."""
 
     def make(forward):
         def biased(self, *arguments, **options):
@@ -113,7 +112,7 @@ def bias_before_the_sum():
     link="https://github.com/NVIDIA/nccl/issues/1906",
 )
 def columns_in_another_order():
-    """What each rank has of the features is joined last rank first."""
+    """Features are gathered in the reverse order of ranks."""
 
     def make(forward):
         def turned(ctx, x, group, sizes):
@@ -135,7 +134,7 @@ def columns_in_another_order():
     link="https://github.com/NVIDIA/nccl/issues/1906",
 )
 def sequence_in_another_order():
-    """What each rank has of the sequence is joined last rank first."""
+    """Parts of the sequence are gathered in the reverse order of ranks."""
 
     def make(gather):
         def turned(x, group):
@@ -168,7 +167,7 @@ def _cut_as_one_block(parts: int):
     link="https://github.com/tenstorrent/tt-metal/pull/52818",
 )
 def qkv_as_one_block():
-    """A rank's rows of the fused q, k and v are one block of the whole."""
+    """A rank's shard of the fused QKV weight is one contiguous block."""
     return _cut_as_one_block(3)
 
 
@@ -182,7 +181,7 @@ def qkv_as_one_block():
     link="https://github.com/tenstorrent/tt-metal/pull/52818",
 )
 def gate_up_as_one_block():
-    """A rank's rows of the fused gate and up are one block of the whole."""
+    """A rank's shard of the fused gate and up weight is one contiguous block."""
     return _cut_as_one_block(2)
 
 
@@ -196,7 +195,7 @@ def gate_up_as_one_block():
     link="https://github.com/jzhang38/TinyLlama/issues/24",
 )
 def rotary_by_pairs():
-    """Features 2 i and 2 i + 1 are turned together, instead of i and i + size / 2."""
+    """RoPE rotates features 2 i and 2 i + 1 together, instead of i and i + size / 2."""
 
     def by_pairs(x, cos, sin):
         halves = torch.cat([x[..., 0::2], x[..., 1::2]], dim=-1)
@@ -223,7 +222,7 @@ def rotary_by_pairs():
     link="https://github.com/bigscience-workshop/Megatron-DeepSpeed/issues/227",
 )
 def slopes_of_local_heads():
-    """ALiBi's slopes are those of heads 0, 1 ... on every rank."""
+    """Every rank uses the ALiBi slopes of heads 0, 1, ..."""
     return replaced(
         CausalSelfAttention, "heads", lambda heads: lambda self: range(len(heads(self)))
     )
@@ -241,7 +240,7 @@ def slopes_of_local_heads():
     link="https://github.com/ml-explore/mlx/pull/3071",
 )
 def slopes_in_one_series():
-    """ALiBi's slopes are powers of 2^(-8 / heads), for any number of heads."""
+    """ALiBi slopes are powers of 2^(-8 / heads) for any number of heads."""
 
     def series(heads, bias_max=8.0):
         return 2.0 ** (-torch.arange(1, heads + 1, dtype=torch.float32) * bias_max / heads)
@@ -257,7 +256,7 @@ def slopes_in_one_series():
     layout="tp2",
 )
 def missing_all_reduce():
-    """A row-parallel layer returns its rank's part of the sum."""
+    """A row-parallel layer returns its partial sum."""
     return replaced(linear, "leave_tensor_parallel", lambda _: lambda x, ctx: x)
 
 
@@ -268,7 +267,7 @@ def missing_all_reduce():
     layout="tp2",
 )
 def missing_all_reduce_in_backward():
-    """The gradient of what enters a tensor-parallel region stays a part."""
+    """The gradient of the input of a tensor-parallel region is not summed."""
     return replaced_everywhere("enter_tensor_parallel", lambda _: lambda x, ctx: x)
 
 
@@ -281,7 +280,7 @@ def missing_all_reduce_in_backward():
     settings={"qk_norm": True},
 )
 def moments_of_own_heads():
-    """A norm over all heads takes the moments of this rank's."""
+    """A norm over all heads uses the moments of the rank's own heads."""
     return replaced(norm, "reduce_from_tensor_parallel", lambda _: lambda x, ctx: x * ctx.tp_size)
 
 
@@ -316,7 +315,7 @@ def scale_by_local_layer():
     link="https://github.com/pytorch/torchtitan/blob/main/torchtitan/models/common/param_init.py",
 )
 def spread_by_local_layer():
-    """The spread of initial weights falls with the layer's number within the stage."""
+    """The standard deviation of initial weights depends on the layer's number within the stage."""
 
     def make(init):
         def scaled(self, *arguments):
@@ -343,7 +342,8 @@ def spread_by_local_layer():
     link="https://github.com/NVIDIA-NeMo/Megatron-Bridge/issues/5634",
 )
 def adapter_after_the_sum():
-    """A row-parallel layer's adapter is summed over tp, and then once more with the layer."""
+    """The output of a row-parallel layer's adapter is summed over tp, and again together with the
+    layer's output."""
 
     def make(widened):
         def summed(self, inner):

@@ -1,4 +1,4 @@
-"""Mistakes in the optimizer: the norm, clipping, decay, overflow, and updates of shards."""
+"""Bugs in the optimizer: gradient norm, clipping, weight decay, overflow, and updates of shards."""
 
 from dataclasses import replace
 from operator import attrgetter
@@ -43,7 +43,7 @@ def clipping_by_the_ranks_own_norm():
     link="https://github.com/NVIDIA-NeMo/RL/pull/3788",
 )
 def copies_in_the_norm():
-    """What several ranks hold counts in the gradient norm as often."""
+    """Replicated gradients count in the gradient norm once per rank."""
 
     def make(_):
         return lambda self, ctx: self.spec.pieces(ctx.place)
@@ -61,7 +61,7 @@ def copies_in_the_norm():
     link="https://github.com/huggingface/diffusers/issues/1009",
 )
 def decay_of_frozen_parameters():
-    """Frozen parameters decay as if they were trained."""
+    """Weight decay is applied to frozen parameters."""
 
     def make(step):
         def decaying(self, closure=None):
@@ -85,7 +85,7 @@ def decay_of_frozen_parameters():
     link="https://github.com/verl-project/verl/issues/5070",
 )
 def decay_of_vectors():
-    """Norms and biases decay."""
+    """Weight decay is applied to norms and biases."""
 
     def make(init):
         def initialised(self, *arguments, **options):
@@ -107,7 +107,8 @@ def decay_of_vectors():
     link="https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/5591",
 )
 def overflow_on_one_rank():
-    """Each rank looks for an overflow in its own gradients, and skips the step alone."""
+    """Each rank checks only its own gradients for an overflow and decides without the others to
+    skip the step."""
 
     def make(_):
         def overflowed(self, norm):
@@ -127,8 +128,8 @@ def overflow_on_one_rank():
     link="https://github.com/deepspeedai/DeepSpeed/issues/8437",
 )
 def update_normalised_by_shard():
-    """A matrix's update is normalised by the root mean square of this rank's rows or columns, where
-    that of the whole matrix belongs."""
+    """The update of a matrix is normalised by the RMS of the rank's shard instead of that of the
+    full matrix."""
 
     def make(row):
         def normalised(self, entry):
@@ -155,7 +156,7 @@ def update_normalised_by_shard():
     link="https://github.com/deepspeedai/DeepSpeed/issues/8437",
 )
 def shards_orthogonalised():
-    """Each rank orthogonalises the rows or columns that it has of a matrix."""
+    """Each rank orthogonalises its shard of a matrix."""
 
     def make(_):
         def applied(self, function, give, take):
@@ -179,7 +180,7 @@ def shards_orthogonalised():
     link="https://kellerjordan.github.io/posts/muon/",
 )
 def fused_matrices_orthogonalised():
-    """What is stored as one parameter is orthogonalised as one matrix."""
+    """A fused parameter is orthogonalised as one matrix."""
 
     def make(_):
         def applied(self, function, give, take):

@@ -1,5 +1,5 @@
-"""What the mistakes of the gallery are written with: the list of them, and functions that are
-replaced while a check runs."""
+"""Tools of the gallery: the list of bugs, and functions that patch the program while a check
+runs."""
 
 import sys
 from collections.abc import Callable
@@ -15,16 +15,23 @@ BUGS: list["Bug"] = []
 
 @dataclass(frozen=True)
 class Bug:
-    """A mistake that trains without an error.
+    """A bug that raises no error in training.
 
-    number: of the list of published ones, with a letter where one has several forms; "" for one
-    that stands beside them. title: what is wrong. told: a regular expression that the cause, as the
-    check names it, must match from its beginning. plant: makes the context in which the program has
-    it. layout: in which it shows; "transformers" for what is as wrong in one process, which a
-    comparison with that library finds. model, settings: a preset, which is shrunk, with other
-    values of its config. lora_rank: of adapters, which then are what is trained. optimizer: adamw
-    or muon. source, link: where it was published; "rule: ..." where only the rule stands that it
-    breaks.
+    Attributes:
+        number: Number in the list of published bugs, with a letter if a bug has several forms; ""
+            if it is not in the list.
+        title: Description.
+        told: Regular expression that the reported cause must match from its beginning.
+        plant: Function that returns a context manager in which the program has the bug.
+        layout: Layout that shows the bug. "transformers" for a bug that also occurs in one process
+            and is found by a comparison with that library.
+        model: Preset, which is shrunk.
+        settings: Changed values of its config.
+        lora_rank: Rank of adapters, which are then the only trained parameters.
+        optimizer: adamw or muon.
+        source: Where the bug was published. "rule: ..." for a source that only documents the rule
+            that the bug breaks.
+        link: Address of the source.
     """
 
     number: str
@@ -41,13 +48,13 @@ class Bug:
 
     @property
     def config(self):
-        """The small model that it is planted in."""
+        """The small config in which the bug is planted."""
         return replace(shrink(find_config(f"{self.model}-tiny")), **self.settings)
 
 
 def bug(number: str, title: str, told: str, **about):
-    """Decorate a function that plants a mistake, which then is one of BUGS. Arguments: those of
-    `Bug`."""
+    """Return a decorator that adds a function to BUGS. The arguments are those of `Bug`; the
+    function is its `plant`."""
 
     def listed(plant):
         BUGS.append(Bug(number, title, told, plant, **about))
@@ -57,7 +64,8 @@ def bug(number: str, title: str, told: str, **about):
 
 
 def replaced(owner, name: str, make: Callable):
-    """Within this block owner.name is make(owner.name); of a property, its function."""
+    """Within this block, replace owner.name with make(owner.name). For a property, its getter is
+    replaced."""
     before = vars(owner)[name]
     if isinstance(before, property):
         return mock.patch.object(owner, name, property(make(before.fget)))
@@ -66,7 +74,7 @@ def replaced(owner, name: str, make: Callable):
 
 @contextmanager
 def replaced_everywhere(name: str, make: Callable):
-    """Within this block a function is replaced in every module that has imported it by its name."""
+    """Within this block, replace a function in every module that has imported it directly."""
     modules = [
         module
         for key, module in list(sys.modules.items())

@@ -1,4 +1,4 @@
-"""Mistakes in how sequences are cut over ranks, and in what keeps documents apart."""
+"""Bugs in splitting sequences across ranks, and in separating documents."""
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from megazoo.testing.gallery.planting import bug, replaced, replaced_everywhere
     layout="cp2",
 )
 def gradients_divided_by_cp():
-    """The ranks along cp take the mean of their gradients, which are parts of a sum."""
+    """Gradients are averaged over cp instead of summed."""
 
     def make(finish):
         def divided(self, loss_scale=1.0):
@@ -39,7 +39,7 @@ def gradients_divided_by_cp():
     link="https://github.com/NVIDIA-NeMo/Automodel/issues/652",
 )
 def positions_of_the_part():
-    """Positions begin anew on each rank's part of the sequence."""
+    """Positions restart at 0 on each rank's part of the sequence."""
 
     def make(positions):
         def local(self, device):
@@ -61,7 +61,7 @@ def positions_of_the_part():
     link="https://github.com/huggingface/transformers/pull/36607",
 )
 def labels_shifted_in_parts():
-    """Each rank shifts the labels of its own part of the sequence."""
+    """Each rank shifts the labels within its part of the sequence."""
 
     def make(cut_batch):
         def shifted(tensors, shape, of_tokens, ctx, **options):
@@ -89,7 +89,7 @@ def labels_shifted_in_parts():
     link="https://github.com/NVIDIA/Megatron-LM/issues/752",
 )
 def documents_on_the_first_stage_only():
-    """Later stages are not told which document a token is of."""
+    """Later stages do not receive the document ids."""
 
     def make(from_first_stage):
         def forgetful(tensors, shape, shared, ctx):
@@ -113,7 +113,7 @@ def documents_on_the_first_stage_only():
     model="llama",
 )
 def documents_that_see_each_other():
-    """Under context parallelism no mask keeps documents apart."""
+    """With context parallelism, tokens attend to other documents."""
 
     def make(masks_of_chunks):
         return lambda *what, segments, **more: masks_of_chunks(*what, segments=None, **more)
@@ -130,7 +130,7 @@ def documents_that_see_each_other():
     model="llama",
 )
 def mask_of_the_last_chunk_only():
-    """Under context parallelism some chunks have no mask."""
+    """With context parallelism, some chunks have no mask."""
 
     def make(mask_of_chunk):
         def lacking(segments, chunk, *others):
@@ -149,7 +149,7 @@ def mask_of_the_last_chunk_only():
     layout="cp2",
 )
 def padding_in_front():
-    """The padding that lets the ranks share a sequence stands in front of it."""
+    """The padding that makes a sequence divisible is put before it."""
 
     def make(padded):
         def turned(tokens, padding):

@@ -1,4 +1,4 @@
-"""Plant the mistakes of the gallery, one after the other, and tell what the check says of each."""
+"""Plant the bugs of the gallery one by one, and print the result of the check for each."""
 
 import re
 import tempfile
@@ -21,8 +21,14 @@ from megazoo.testing.reference import run_reference
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the check says of a planted bug: the cause, None if it passed, what usually causes that,
-    and how many seconds it took."""
+    """The result of the check for a planted bug.
+
+    Attributes:
+        bug: The bug.
+        cause: The reported cause; None if the check passed.
+        usual: The usual cause that was reported.
+        seconds: Duration of the check.
+    """
 
     bug: Bug
     cause: str | None
@@ -31,13 +37,16 @@ class Outcome:
 
     @property
     def found(self) -> bool:
-        """Whether it was found, and the cause that is named is what was planted."""
+        """Whether the check failed and reported the cause that was planted."""
         return self.cause is not None and re.match(self.bug.told, self.cause) is not None
 
 
 def self_test(bugs: Sequence[Bug]) -> Iterator[Outcome]:
-    """Plant each bug in a small model, check that, and yield what is said of it. UserError, before
-    anything, if one needs transformers, and they are not there."""
+    """Plant each bug in a small model, check the model, and yield the outcome.
+
+    Raises:
+        UserError: A bug needs transformers, which is not installed. Raised before the first check.
+    """
     if any(bug.layout == "transformers" for bug in bugs):
         _require_transformers()
     for bug in bugs:
@@ -67,7 +76,7 @@ def _require_transformers() -> None:
 
 
 def _beside_transformers(bug: Bug) -> str | None:
-    """Compare a model that has the bug with transformers' of the same weights; return the cause."""
+    """Compare a model that has the bug with the same weights in transformers. Return the cause."""
     from transformers import AutoModelForCausalLM
 
     model = from_config(bug.config, ParallelContext(), seed=3)
@@ -75,7 +84,7 @@ def _beside_transformers(bug: Bug) -> str | None:
     ids = torch.randint(0, bug.config.vocab_size, (2, 16), generator=generator)
     with tempfile.TemporaryDirectory(prefix="megazoo-check-") as directory:
         path = Path(directory)
-        for parameter in model.parameters():  # so large that positions matter
+        for parameter in model.parameters():  # large weights, so that positions matter
             torch.nn.init.normal_(parameter, std=0.2, generator=generator)
         model.save_parallelized(path, merge_checkpoints=True)
         theirs = AutoModelForCausalLM.from_pretrained(path).eval()
@@ -85,7 +94,7 @@ def _beside_transformers(bug: Bug) -> str | None:
 
 
 def header() -> str:
-    """Return the first lines of the table."""
+    """Return the first two lines of the table."""
     names = ["", "Mistake", "Published", "Planted in", "Found", "First cause named", "s"]
     return f"{_row(names)}\n{_row(['---'] * len(names))}"
 

@@ -1,5 +1,5 @@
-"""Make a rank of gpt2-xl, against filling its bytes; load it, against reading them; and start
-programs."""
+"""Compare building a rank of gpt2-xl with filling its bytes, loading it with reading them, and the
+start of programs with importing torch."""
 
 import sys
 import tempfile
@@ -30,14 +30,14 @@ def cases(setup: Setup) -> Iterator[Result]:
 
 
 def context():
-    """Return the virtual context of the rank that is made."""
+    """Return the virtual context of the measured rank."""
     import megazoo
 
     return megazoo.ParallelContext.virtual(TP, PP, rank=1)
 
 
 def building(pairs: int) -> list[list[float]]:
-    """Return the seconds of making the rank, and of drawing as many numbers."""
+    """Return the seconds to build the rank, and to draw the same number of random values."""
     import megazoo
 
     model = megazoo.from_config(PRESET, context())
@@ -49,8 +49,8 @@ def building(pairs: int) -> list[list[float]]:
 
 
 def loading(directory: Path, pairs: int) -> list[list[float]]:
-    """Return the seconds of loading the rank, and of reading as many bytes. Without checksums: one
-    rank alone would sum up what all ranks share."""
+    """Return the seconds to load the rank, and to read the same number of bytes. Checksums are off,
+    because one rank would verify the bytes that normally all ranks verify together."""
     import megazoo
     from megazoo.models.pretrained import load_weights, open_source
 

@@ -1,5 +1,5 @@
-"""Convert Hugging Face to shards of tp 2 x pp 2, checksums included, against copying the bytes and
-against transformers; and a large model against a small one."""
+"""Compare conversion from Hugging Face to tp 2 x pp 2 shards (with checksums) with copying the
+bytes and with transformers; and a large model with a small one."""
 
 import shutil
 import sys
@@ -38,13 +38,13 @@ def conversion(hf: Path, shards: Path) -> list:
 
 
 def verifying(shards: Path, setup: Setup) -> Result:
-    """Compare loading with checksums and without, on two ranks of a world, from the page cache."""
+    """Compare loading with and without checksums, on two ranks, from the page cache."""
     seconds = on_ranks(loads, 2, shards, setup.pairs)[0]
     return Result("load at tp 2, checksums compared, against not", *seconds)
 
 
 def loads(shards: Path, pairs: int) -> list[list[float]]:
-    """Return the seconds of loading with checksums, and without."""
+    """Return the seconds to load with checksums, and without."""
     import megazoo
 
     ctx = megazoo.ParallelContext.from_torch(2, device="cpu")
@@ -57,7 +57,7 @@ def loads(shards: Path, pairs: int) -> list[list[float]]:
 
 
 def growth(setup: Setup) -> Result:
-    """Compare a large model with one of a quarter of its size: seconds a GB, and memory."""
+    """Compare a large model with one of a quarter of its size: seconds per GB, and memory."""
     with tempfile.TemporaryDirectory(dir=setup.directory, prefix="megazoo-benchmark-") as name:
         converts, sizes = [], []
         for gigabytes in (setup.gigabytes, setup.gigabytes / 4):
@@ -74,7 +74,7 @@ def growth(setup: Setup) -> Result:
 
 
 def make_llama(directory: Path, gigabytes: float) -> None:
-    """Write a Hugging Face directory with a LLaMA of about this size, of random weights."""
+    """Write a Hugging Face directory with a randomly initialized LLaMA of about this size."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     layers = round((gigabytes * 1e9 - 2 * 4 * 32000 * 2048) / (4 * (4 * 2048**2 + 3 * 2048 * 5504)))

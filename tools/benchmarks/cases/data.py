@@ -1,5 +1,5 @@
-"""Turn text into token files, against tiktoken alone; open and read such files, against reading
-their bytes."""
+"""Compare tokenizing text into token files with tiktoken, and opening and reading such files with
+reading their bytes."""
 
 import json
 import random
@@ -19,9 +19,13 @@ from benchmarks.turns import CORES, TOOLS, alone
 
 
 class Opened(NamedTuple):
-    """Seconds of each run: opening and the first batch, 200 batches, and copying as many tokens.
+    """The measurements of token files.
 
-    resident: bytes that opening takes.
+    Attributes:
+        opened: Seconds per run to open the files and make the first batch.
+        made: Seconds per run to make 200 batches.
+        copied: Seconds per run to copy the same number of tokens.
+        resident: Bytes of memory used by opening.
     """
 
     opened: list[float]
@@ -60,8 +64,8 @@ def cases(setup: Setup) -> Iterator[Result]:
 
 
 def make_corpus(directory: Path, count: int, tokens: int) -> None:
-    """Write corpus.jsonl, so many documents cut from the text of Python's library, and
-    tokenizer.json, a BPE of it."""
+    """Write corpus.jsonl, with documents from the source of Python's library, and tokenizer.json, a
+    BPE trained on it."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     from megazoo.data.corpus import standard_library
@@ -86,7 +90,7 @@ def make_corpus(directory: Path, count: int, tokens: int) -> None:
 
 
 def seconds_of_tiktoken(directory: Path, corpus: Path) -> float:
-    """Encode the corpus by tiktoken alone, which is handed all texts at once."""
+    """Encode the corpus with tiktoken only, with all texts in one call."""
     from megazoo.tokenizer import open_tokenizer
 
     encoding = open_tokenizer(str(directory))._bpe
@@ -98,7 +102,7 @@ def seconds_of_tiktoken(directory: Path, corpus: Path) -> float:
 
 
 def write_tokens(prefix: Path, tokens: int) -> None:
-    """Write token files of random tokens, in documents of about 500."""
+    """Write token files of random tokens, in documents of about 500 tokens."""
     from megazoo.data.indexed import write_index
 
     lengths = np.random.default_rng(0).multinomial(tokens, np.full(tokens // 500, 500 / tokens))
@@ -110,7 +114,7 @@ def write_tokens(prefix: Path, tokens: int) -> None:
 
 
 def seconds_of_opening(prefix: Path, tokens: int, pairs: int) -> Opened:
-    """Open token files of so many tokens, and read 200 batches of them."""
+    """Open token files of this many tokens, and read 200 batches of them."""
     from megazoo.data import Batches, check_data, open_datasets
     from megazoo.parallel import ParallelContext
     from megazoo.tokenizer import ByteTokenizer

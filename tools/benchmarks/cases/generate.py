@@ -1,5 +1,5 @@
-"""Generate from random models of transformers, against its own generate, in one process on the same
-weights."""
+"""Compare generation from random models of transformers with transformers' own generate, in one
+process with the same weights."""
 
 import tempfile
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ import torch
 from benchmarks.results import Result, Setup
 from benchmarks.turns import CORES, alone, seconds_in_turn
 
-# family, its size, hidden size, rows, beams, and how ours holds its weights
+# family, size, hidden size, rows, beams, and megazoo's data type of weights
 CASES = [
     ("gpt2", "30M", 512, 1, 1, "fp32"), ("gpt2", "30M", 512, 1, 3, "fp32"),
     ("gpt2", "30M", 512, 8, 1, "fp32"), ("gpt2", "5M", 192, 1, 1, "fp32"),
@@ -29,7 +29,8 @@ def cases(setup: Setup) -> Iterator[Result]:
 def seconds_of_both(
     model: str, hidden: int, rows: int, beams: int, weights: str, pairs: int
 ) -> list[list[float]]:
-    """Return the seconds of each run, ours and transformers'; in fp32 both must say the same."""
+    """Return the seconds per run of megazoo and of transformers. In fp32 both must generate the
+    same tokens."""
     import transformers
 
     import megazoo

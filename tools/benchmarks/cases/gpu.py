@@ -1,5 +1,5 @@
-"""Train on a CUDA device under torch.compile, against its bf16 peak and transformers; generate,
-against its bandwidth."""
+"""Compare training on a CUDA device under torch.compile with the bf16 peak and with transformers,
+and generation with the memory bandwidth."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -11,7 +11,7 @@ from benchmarks.turns import Job, alone, jobs_in_turn, seconds_in_turn
 from megazoo.errors import UserError
 
 PRESETS = ("gpt2-1.5b", "llama3.2-1b")
-LENGTHS = {1024: 16, 4096: 4}  # and how many rows of them a step has
+LENGTHS = {1024: 16, 4096: 4}  # sequence length: rows per step
 NEW_TOKENS = 128
 
 
@@ -27,7 +27,7 @@ def cases(setup: Setup) -> Iterator[Result]:
 
 
 def training(preset: str, length: int, rows: int, pairs: int) -> Iterator[Result]:
-    """Compare a step of so many rows with transformers, with the peak, and with its own parts."""
+    """Compare a training step with transformers, with the device's peak, and with its own parts."""
     name = f"train {preset} in bf16, compiled, {rows} x {length:,} tokens"
     size = (preset, length, rows)
     found = jobs_in_turn([Job(1, our_step, size), Job(1, their_step, size)], pairs)
@@ -42,7 +42,7 @@ def training(preset: str, length: int, rows: int, pairs: int) -> Iterator[Result
 
 
 def model_of(preset: str, length: int, device: str):
-    """Build the preset in bf16, without dropout, for sequences of so many tokens."""
+    """Build the preset in bf16, without dropout, for this sequence length."""
     import megazoo
     from megazoo.models.registry import find_config
 
@@ -55,7 +55,8 @@ def model_of(preset: str, length: int, device: str):
 
 
 def our_step(preset: str, length: int, rows: int, device: str = "cuda") -> Callable[[], object]:
-    """Return a function that trains a step, with fp32 master weights, and waits for it."""
+    """Return a function that runs a training step of megazoo with fp32 master weights, and
+    synchronizes."""
     import megazoo
     from megazoo.parallel.timing import spent
 
@@ -73,8 +74,8 @@ def our_step(preset: str, length: int, rows: int, device: str = "cuda") -> Calla
 
 
 def their_step(preset: str, length: int, rows: int, device: str = "cuda") -> Callable[[], object]:
-    """Return the same of transformers: fp32 weights under autocast, torch's flash attention, fused
-    AdamW, torch.compile."""
+    """Return a function that runs a training step of transformers: fp32 weights under autocast,
+    torch's flash attention, fused AdamW, torch.compile."""
     import transformers
 
     config = transformers.AutoConfig.for_model(**their_config(preset, length))
@@ -109,8 +110,7 @@ def their_config(preset: str, length: int) -> dict:
 
 
 def of_the_peak(preset: str, length: int, rows: int, pairs: int) -> list[list[float]]:
-    """Return the TFLOP/s of each step, by the FLOPs that MFU counts, and those that the maker tells
-    of bf16 products."""
+    """Return the TFLOP/s of each step (with the FLOPs of MFU), and the manufacturer's bf16 peak."""
     from megazoo.cli.metrics import peak_flops
     from megazoo.models.counts import flops_per_token
     from megazoo.models.registry import find_config
@@ -129,7 +129,7 @@ def of_the_peak(preset: str, length: int, rows: int, pairs: int) -> list[list[fl
 def parts_of_a_step(
     preset: str, length: int, rows: int, pairs: int, device: str = "cuda"
 ) -> tuple[dict[str, list[float]], list[float]]:
-    """Return the seconds of each part of each step, and of the steps."""
+    """Return the seconds of each part per step, and the seconds per step."""
     from megazoo.parallel.timing import Stopwatch
 
     step, steps, parts = our_step(preset, length, rows, device), [], {}
@@ -144,12 +144,12 @@ def parts_of_a_step(
 
 
 def generating(preset: str, pairs: int, device: str = "cuda") -> list[list[float]]:
-    """Return the tokens/s of generation, and of a device that moved nothing but each weight once a
-    token, as fast as it copies."""
+    """Return the tokens/s of generation, and of copying each weight once per token at the device's
+    copy rate."""
     model = model_of(preset, 1024, device).eval()
     ids = torch.randint(0, model.config.vocab_size, (1, 16), device=device)
     size = sum(parameter.nbytes for parameter in model.parameters())
-    half = torch.empty(size // 2, dtype=torch.uint8, device=device)  # it is read and written
+    half = torch.empty(size // 2, dtype=torch.uint8, device=device)  # is read and written
     copy = torch.empty_like(half)
 
     def generate():
@@ -166,6 +166,6 @@ def generating(preset: str, pairs: int, device: str = "cuda") -> list[list[float
 
 
 def synchronize(device: str) -> None:
-    """Wait for what a CUDA device still has to do."""
+    """Wait until a CUDA device has finished its work."""
     if device == "cuda":
         torch.cuda.synchronize()

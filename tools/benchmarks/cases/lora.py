@@ -1,4 +1,4 @@
-"""Train adapters of all linear layers in one process, against PEFT on the same weights."""
+"""Compare training adapters of all linear layers in one process with PEFT on the same weights."""
 
 import tempfile
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ def cases(setup: Setup) -> Iterator[Result]:
 
 
 def ours(directory: str) -> Callable[[], object]:
-    """Return a function that trains a step."""
+    """Return a function that runs a training step of megazoo."""
     import megazoo
 
     torch.set_num_threads(CORES)
@@ -37,7 +37,7 @@ def ours(directory: str) -> Callable[[], object]:
 
 
 def theirs(directory: str) -> Callable[[], object]:
-    """Return the same of PEFT."""
+    """Return a function that runs a training step of PEFT."""
     import peft
     import transformers
 

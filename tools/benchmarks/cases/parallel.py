@@ -1,5 +1,5 @@
-"""Train on two ranks, against one process of as many threads on the same global batch, and against
-peers on such ranks."""
+"""Compare training on two ranks with one process that has the same number of threads and global
+batch, and with other libraries on two ranks."""
 
 import tempfile
 from collections.abc import Callable, Iterator
@@ -37,7 +37,7 @@ def cases(setup: Setup) -> Iterator[Result]:
 
 
 def peer(axis: str, directory: str) -> Callable[[], object]:
-    """Return a function that trains a step of transformers in the same layout."""
+    """Return a function that runs a training step of transformers in the same layout."""
     import transformers
 
     torch.set_num_threads(max(1, CORES // 2))

@@ -1,5 +1,5 @@
-"""Train a pipeline of two stages: against the schedule's own length, zb-h1 against 1F1B, and small
-micro-batches against their compute."""
+"""Compare a pipeline of two stages with the schedule's ideal time, zb-h1 with 1F1B, and small
+micro-batches with their computation."""
 
 import time
 from collections.abc import Iterator
@@ -23,9 +23,9 @@ def cases(setup: Setup) -> Iterator[Result]:
 
 
 def build():
-    """Build a GPT-2 of two stages that take as long as each other.
+    """Build a GPT-2 with two stages of about equal time.
 
-    The second has two layers less, and the head.
+    The second stage has two layers fewer, and the head.
     """
     import megazoo
     from megazoo.models.gpt2 import GPT2Config
@@ -45,12 +45,12 @@ def build():
 
 
 def step(model, microbatches: int, schedule: str):
-    """Train a step, and return its Stopwatch, which starts on all ranks at once."""
+    """Run a training step that starts simultaneously on all ranks, and return its Stopwatch."""
     return step_of(model, torch.randint(0, VOCABULARY, (microbatches, 256)), schedule)
 
 
 def step_of(model, ids: torch.Tensor, schedule: str = "1f1b"):
-    """Train a step of given rows, each a micro-batch, and return its Stopwatch."""
+    """Run a training step of the given rows, each a micro-batch, and return its Stopwatch."""
     import torch.distributed as dist
 
     from megazoo.parallel.timing import Stopwatch
@@ -62,8 +62,8 @@ def step_of(model, ids: torch.Tensor, schedule: str = "1f1b"):
 
 
 def steps_and_ideal(microbatches: int, pairs: int) -> tuple[list[float], list[float]]:
-    """Return the seconds of each step, and those of its table if each action took its rank's mean
-    and transfers took none."""
+    """Return the seconds per step, and the ideal seconds of its schedule: each action takes its
+    rank's mean time, and transfers take no time."""
     from megazoo.parallel.collectives import all_gather_objects
     from megazoo.parallel.schedule import one_f_one_b, timeline
 
@@ -83,7 +83,7 @@ def steps_and_ideal(microbatches: int, pairs: int) -> tuple[list[float], list[fl
 
 
 def steps_of_both(microbatches: int, pairs: int) -> tuple[list[float], list[float]]:
-    """Return the seconds of each step under zb-h1, and under 1f1b."""
+    """Return the seconds per step with zb-h1, and with 1F1B."""
     model = build()
     runs = [
         [step(model, microbatches, schedule).seconds for schedule in ("zb-h1", "1f1b")]
@@ -94,8 +94,9 @@ def steps_of_both(microbatches: int, pairs: int) -> tuple[list[float], list[floa
 
 
 def of_a_micro_batch(microbatches: int, pairs: int) -> tuple[list[float], list[float]]:
-    """Return the milliseconds of a micro-batch in a step, and in a plain loop of a stage's forwards
-    and backwards: the slower stage's, with one more micro-batch for the bubble."""
+    """Return the milliseconds per micro-batch in a step, and in a plain loop of a stage's forward
+    and backward passes. The loop's time is that of the slower stage, plus one micro-batch for the
+    bubble."""
     import megazoo
     from megazoo.engine.batch import Batch
     from megazoo.models.gpt2 import GPT2Config

@@ -1,4 +1,4 @@
-"""Plan a large world, against a small one: the time a rank takes."""
+"""Compare the planning time per rank of a large world with that of a small one."""
 
 from collections.abc import Iterator
 
@@ -17,7 +17,7 @@ def cases(setup: Setup) -> Iterator[Result]:
 
 
 def milliseconds_a_rank(pairs: int) -> list[list[float]]:
-    """Return the milliseconds that a rank of each world takes, in each run."""
+    """Return the milliseconds per rank for each world and run."""
     from megazoo.models.registry import find_config
     from megazoo.parallel.context import ParallelContext
     from megazoo.planning import PlannedRun, Planner

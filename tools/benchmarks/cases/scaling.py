@@ -1,7 +1,7 @@
 """Measure how the cost of a step grows with layers, width, sequence, micro-batches and ranks, and
-that of a conversion with the size of the checkpoint; the law that each should follow is beside it.
+how the cost of a conversion grows with the checkpoint. Each is compared with an expected law.
 
-It compares ours with no other program, so it yields curves, not results.
+megazoo is not compared with another program, so the results are curves.
 """
 
 import shutil
@@ -20,12 +20,12 @@ from benchmarks.results import Setup
 from benchmarks.turns import CORES, TOOLS, Job, Side, alone, jobs_in_turn
 
 VOCABULARY = 256
-PARTS = (32, 16, 8, 4)  # of --gigabytes: the checkpoints that are converted
+PARTS = (32, 16, 8, 4)  # checkpoint sizes: --gigabytes divided by these
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A step of a small GPT-2: its model, the rows of all replicas together, and its layout."""
+    """A step of a small GPT-2: the model, the rows of the global batch, and the layout."""
 
     hidden: int = 256
     layers: int = 4
@@ -59,7 +59,15 @@ class Shape:
 
 @dataclass(frozen=True)
 class Study:
-    """What is varied. at: makes the step of a size of `base`. laws: by their quantity."""
+    """A variable to vary.
+
+    Attributes:
+        name: Name of the variable.
+        base: The step with default values.
+        sizes: Values of the variable.
+        at: Function that returns `base` with the variable set to a size.
+        laws: Laws by quantity.
+    """
 
     name: str
     base: Shape
@@ -81,7 +89,7 @@ def square(x: float) -> float:
 
 
 def of_others(ranks: float) -> float:
-    """Return the part of a sum that a rank gets from the others."""
+    """Return the fraction of a sum that a rank receives from other ranks."""
     return (ranks - 1) / ranks
 
 
@@ -160,14 +168,14 @@ def curves(setup: Setup) -> Iterator[Curve]:
 
 
 def measured(study: Study, runs: int) -> Curve:
-    """Measure a study: a process for each rank of each size, and the sizes in turn."""
+    """Measure a study with a process per rank of each size. The sizes alternate."""
     shapes = [study.at(study.base, each) for each in study.sizes]
     jobs = [Job(shape.ranks, step_of, (shape,), "megazoo.optim") for shape in shapes]
     found = jobs_in_turn(jobs, runs)
     single = all(shape.ranks == 1 for shape in shapes)
     points = []
     for each, shape, (seconds, memory) in zip(study.sizes, shapes, found, strict=True):
-        # Where no size has several ranks, sent is what a rank would send at tp 2.
+        # If no size has several ranks, `sent` is computed for tp 2.
         rank = plan(replace(shape, tp=2) if single else shape)
         sent = rank.sent_tp + rank.sent_pp + rank.sent_dp
         tokens, planned = shape.rows * shape.sequence, plan(shape).total
@@ -191,8 +199,8 @@ def plan(shape: Shape):
 
 
 def step_of(shape: Shape) -> Callable[[], object]:
-    """Return a function that trains a step on this rank, all ranks together with a thread for each
-    core, or one each."""
+    """Return a function that runs a training step on this rank. The cores are divided among the
+    ranks, with at least one thread each."""
     import megazoo
 
     ctx = megazoo.ParallelContext.from_torch(shape.tp, shape.pp, shape.dp, device="cpu")
@@ -211,7 +219,8 @@ def step_of(shape: Shape) -> Callable[[], object]:
 
 
 def converted(setup: Setup, parts: tuple[int, ...] = PARTS) -> Iterator[Curve]:
-    """Measure Hugging Face into shards, and those into others, of checkpoints of several sizes."""
+    """Measure converting Hugging Face checkpoints of several sizes to shards, and resharding the
+    results."""
     with tempfile.TemporaryDirectory(dir=setup.directory, prefix="megazoo-benchmark-") as name:
         sources, sizes = [], []
         for part in parts:
@@ -231,8 +240,8 @@ def converted(setup: Setup, parts: tuple[int, ...] = PARTS) -> Iterator[Curve]:
 
 
 def llama_layers(gigabytes: float) -> int:
-    """Return of how many layers a model of `make` is that takes so many GB in fp32; at least
-    2, for pp 2."""
+    """Return the number of layers with which a model of `make` has this size in fp32; at least 2,
+    for pp 2."""
     layer = 4 * 512**2 + 3 * 512 * 1408
     return max(2, round((gigabytes * 1e9 / 4 - 2 * 8192 * 512) / layer))
 
@@ -240,8 +249,8 @@ def llama_layers(gigabytes: float) -> int:
 def of_commands(
     name: str, commands: list[list], outputs: list[Path], sizes: list[float], runs: int
 ) -> Curve:
-    """Measure commands, in turn: their seconds, until all is on the disk, and in a run more, which
-    comes first, their peak of anonymous memory."""
+    """Measure alternating commands: first the peak of anonymous memory in a separate run, then the
+    seconds per run, including the sync to disk."""
     peaks = []
     for command, output in zip(commands, outputs, strict=True):
         shutil.rmtree(output, ignore_errors=True)

@@ -1,4 +1,5 @@
-"""Train on one long row, of 8,192 tokens or of packed documents, and with it cut over two ranks."""
+"""Measure training on one long row (8,192 tokens, or packed documents), and with the row split
+across two ranks."""
 
 import tempfile
 from collections.abc import Callable, Iterator
@@ -9,7 +10,7 @@ from benchmarks.results import Result, Setup
 from benchmarks.turns import CORES, Job, alone, jobs_in_turn
 
 LONG, PACKED, DOCUMENTS = 8192, 2048, 8
-# Two layers: transformers' MPT keeps the scores of a layer, 2 GB of them, and their softmax.
+# Two layers: transformers' MPT stores the scores of a layer (2 GB) and their softmax.
 LAYERS = 2
 
 
@@ -32,13 +33,14 @@ def cases(setup: Setup) -> Iterator[Result]:
 
 
 def documents(sequence: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which document each token of a row is in, and its place there: [1, sequence] both."""
+    """Return the document id and the position of each token of a row, both [1, sequence]."""
     place = torch.arange(sequence).unsqueeze(0)
     return place // (sequence // count), place % (sequence // count)
 
 
 def ours(directory: str, sequence: int, count: int = 1, cp: int = 1) -> Callable[[], object]:
-    """Return a function that trains a step of one row, of `count` documents, cut over cp ranks."""
+    """Return a function that runs a training step of one row, of `count` documents, split across cp
+    ranks."""
     import megazoo
 
     ctx = megazoo.ParallelContext.from_torch(context_parallel_size=cp, device="cpu")
@@ -56,7 +58,8 @@ def ours(directory: str, sequence: int, count: int = 1, cp: int = 1) -> Callable
 
 
 def theirs(directory: str, sequence: int, count: int = 1) -> Callable[[], object]:
-    """Return the same of transformers, which tells documents apart by their positions."""
+    """Return a function that runs a training step of transformers, which separates documents by
+    their positions."""
     import transformers
 
     torch.set_num_threads(CORES)

@@ -1,5 +1,5 @@
-"""Train in one process, against transformers on the same weights and batch, and against bare matrix
-products."""
+"""Compare training in one process with transformers on the same weights and batch, and with matrix
+products only."""
 
 import tempfile
 from collections.abc import Callable, Iterator
@@ -31,8 +31,8 @@ def cases(setup: Setup) -> Iterator[Result]:
 
 
 def of_muon(setup: Setup) -> Iterator[Result]:
-    """Compare Muon with AdamW, its matrices orthogonalised in either precision, in a step of ROWS
-    rows and in one of eight times as many."""
+    """Compare Muon, with each data type of the orthogonalization, with AdamW: in steps of ROWS rows
+    and of 8 * ROWS rows."""
     with tempfile.TemporaryDirectory() as directory:
         alone(make, "gpt2", directory)
         for rows in (ROWS, 8 * ROWS):
@@ -47,9 +47,13 @@ def of_muon(setup: Setup) -> Iterator[Result]:
 def rates(
     name: str, found: list[tuple[list[float], int]], rows: int, sequence: int = SEQUENCE
 ) -> Result:
-    """Compare the tokens/s of two jobs that train so many rows of so many tokens a step.
+    """Compare the tokens/s of two jobs that train on `rows` rows of `sequence` tokens per step.
 
-    found: the seconds of each one's steps, and its peak of memory.
+    Args:
+        name: Name of the comparison.
+        found: Seconds per step and peak memory of each job.
+        rows: Rows per step.
+        sequence: Tokens per row.
     """
     ours, reference = ([rows * sequence / each for each in seconds] for seconds, _ in found)
     return Result(name, ours, reference, tuple(peak for _, peak in found), "tokens/s")
@@ -87,7 +91,7 @@ def make(model: str, directory: str, layers: int = 8, positions: int = SEQUENCE)
 
 
 def batch(rows: int = ROWS, sequence: int = SEQUENCE) -> torch.Tensor:
-    """Return the same random tokens each time, [rows, sequence]."""
+    """Return random tokens, [rows, sequence]; the same on each call."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(0, VOCABULARY, (rows, sequence), generator=generator)
 
@@ -100,7 +104,7 @@ def ours(
     micro_batches: int = 1,
     schedule: str = "1f1b",
 ) -> Callable[[], object]:
-    """Return a function that trains a step of `rows` rows, on all cores together."""
+    """Return a function that runs a training step of `rows` rows. The ranks share all cores."""
     import megazoo
 
     ctx = megazoo.ParallelContext.from_torch(*layout, device="cpu")
@@ -117,7 +121,8 @@ def ours(
 
 
 def theirs(directory: str, dtype: str) -> Callable[[], object]:
-    """Return the same of transformers, with torch's fused AdamW, the fastest there is."""
+    """Return a function that runs a training step of transformers with torch's fused AdamW, its
+    fastest."""
     import transformers
 
     torch.set_num_threads(CORES)
@@ -135,7 +140,7 @@ def theirs(directory: str, dtype: str) -> Callable[[], object]:
 
 
 def ours_by_muon(directory: str, rows: int, ns_dtype: str) -> Callable[[], object]:
-    """Return a function that trains a step of ours by Muon, in one process. ns_dtype: as in
+    """Return a function that runs a training step with Muon in one process. ns_dtype: as in
     `Muon`."""
     import megazoo
 
@@ -151,8 +156,8 @@ def ours_by_muon(directory: str, rows: int, ns_dtype: str) -> Callable[[], objec
 
 
 def rates_of_products(directory: str, pairs: int) -> list[list[float]]:
-    """Return the GFLOP/s of a step, by the FLOPs of its products, and of forward and backward of
-    its layers' products alone."""
+    """Return the GFLOP/s of a step (counting its matrix products), and of only the forward and
+    backward matrix products of its layers."""
     import megazoo
     from megazoo.models.counts import flops_per_token
 
