@@ -1,6 +1,6 @@
 """The order of samples. The next sample depends only on the seed and the number of earlier samples.
 
-There is no table of indices, so the time to open a corpus does not depend on its size. The order
+No table of indices is built, so the time to open a corpus does not depend on its size. The order
 does not depend on the version of numpy.
 """
 

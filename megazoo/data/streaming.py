@@ -86,7 +86,7 @@ class TextStream:
             datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
             datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)
             files = [file if "://" in file else glob.escape(file) for file in files_of_stream(name)]
-            # JSONL is parsed below: `datasets` requires the same columns in all lines.
+            # JSONL is parsed below: `datasets` requires the same columns for every line.
             builder, columns = ("text", {}) if self.is_json else ("parquet", {"columns": [COLUMN]})
             how = {"data_files": files, "split": "train", "streaming": True}
             try:
