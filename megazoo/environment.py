@@ -142,7 +142,7 @@ def megazoos_launcher() -> int | None:
 
 
 def is_child_of_launcher() -> bool:
-    """Return whether torchrun or megazoo's launcher, which stay until the end, started this rank."""
+    """Return whether torchrun or megazoo's launcher, which both stay alive, started this rank."""
     return "TORCHELASTIC_RUN_ID" in os.environ or megazoos_launcher() is not None
 
 

@@ -120,7 +120,7 @@ class Metrics:
 
         Args:
             step: number of the step.
-            values: metrics by name. Names of an evaluation start with eval_ or test_. None: the
+            values: metrics. Names of an evaluation start with eval_ or test_. None: the
                 metric has no value.
         """
         if self.path:

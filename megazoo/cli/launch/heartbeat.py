@@ -47,7 +47,7 @@ def heartbeat(ctx: ParallelContext):
 
 
 class _Heart:
-    """The thread of one rank. It has no reference to the context, so it never drops the last one."""
+    """The thread of one rank. It has no reference to the context, so it never drops the last."""
 
     def __init__(self, ctx: ParallelContext):
         timeout = ctx.timeout.total_seconds()

@@ -89,7 +89,7 @@ class LocalRanks:
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup
                 signal.signal(number, self._pass_on)
         if self.command is None:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if ignored, there are no exit codes
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if ignored, exit codes get lost
             gc.freeze()  # otherwise each rank would copy all objects at its exit
         try:
             for rank in range(self.layout.world_size):
@@ -111,8 +111,8 @@ class LocalRanks:
             self._send(signal.SIGKILL)
 
     def _wait(self) -> int | None:
-        """Wait until all ranks have ended, and return the first that failed. After its failure the
-        others are ended."""
+        """Wait until all ranks have ended, and return the first that failed, if any. After a failure,
+        the others are ended."""
         failed, deadline, running = None, float("inf"), True
         while running:
             time.sleep(POLL)
@@ -133,9 +133,7 @@ class LocalRanks:
         if self.command is None:
             return self._fork(environment)
         environment = _without_launcher(os.environ) | environment
-        environment.setdefault(
-            "OMP_NUM_THREADS", "1"
-        )  # each rank later sets its share of the cores
+        environment.setdefault("OMP_NUM_THREADS", "1")  # each rank sets its share of the cores
         # In a separate session, so that only the launcher receives a terminal's Ctrl-C. It passes
         # the signal on.
         self.processes.append(
