@@ -111,8 +111,8 @@ class LocalRanks:
             self._send(signal.SIGKILL)
 
     def _wait(self) -> int | None:
-        """Wait until all ranks have ended, and return the first that failed, if any. After a failure,
-        the others are ended."""
+        """Wait until all ranks have ended. Return the first that failed, if any. After a failure,
+        the other ranks are ended."""
         failed, deadline, running = None, float("inf"), True
         while running:
             time.sleep(POLL)
