@@ -1,5 +1,5 @@
 """megazoo: GPT-2, LLaMA, MPT, Mistral, Qwen and Pythia with tensor, pipeline, context and data
-parallelism. Results are the same in every parallel layout."""
+parallelism. The models are the same in every parallel layout."""
 
 from typing import TYPE_CHECKING
 
