@@ -1,5 +1,5 @@
-"""megazoo: GPT-2, LLaMA, MPT, Mistral, Qwen and Pythia from tensor-parallel layers, built stage by
-stage, the same in every layout."""
+"""megazoo: GPT-2, LLaMA, MPT, Mistral, Qwen and Pythia with tensor, pipeline, context and data
+parallelism. The models are the same in every parallel layout."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""What the launcher says of the ranks, in the environment. It needs no torch."""
+"""Read the launcher's environment variables about the ranks. This module does not import torch."""
 
 import os
 import re
@@ -26,17 +26,17 @@ def world_size() -> int:
 
 
 def rank() -> int:
-    """Return the number of this rank among all; 0 without a launcher."""
+    """Return the number of this rank in the world; 0 without a launcher."""
     return whole_number("RANK", 0)
 
 
 def is_rank_zero() -> bool:
-    """Say whether this is the rank that speaks for all; so it is without a launcher."""
+    """Return whether this is rank 0, which prints for all ranks. True without a launcher."""
     return rank() == 0
 
 
 def local_rank() -> int:
-    """Return the number of this rank among those of this machine; 0 without a launcher."""
+    """Return the number of this rank on this machine; 0 without a launcher."""
     return whole_number("LOCAL_RANK", 0)
 
 
@@ -46,11 +46,11 @@ def local_world_size() -> int:
 
 
 def has_devices_of_its_own() -> bool:
-    """Say whether Slurm shows this rank GPUs that no other rank sees, numbered from 0.
+    """Return whether Slurm assigns this rank GPUs that no other rank can use, numbered from 0.
 
-    So it does for tasks that were asked for with --gpus-per-task, --ntasks-per-gpu=1 or
-    --tres-per-task, and with --gpu-bind=single:1 or per_task. The ranks that torchrun starts within
-    a task are not tasks: they share what it sees.
+    Slurm assigns them with --gpus-per-task, --ntasks-per-gpu=1 or --tres-per-task, and with
+    --gpu-bind=single:1 or per_task. Ranks that torchrun starts within a task share the GPUs of the
+    task.
     """
     if world_size() == 1 or is_child_of_launcher():
         return False
@@ -69,7 +69,7 @@ def has_devices_of_its_own() -> bool:
 
 
 def restarts() -> int:
-    """Return how often torchrun has started the ranks again."""
+    """Return how often torchrun has restarted the ranks."""
     return whole_number("TORCHELASTIC_RESTART_COUNT", 0)
 
 
@@ -80,8 +80,17 @@ def whole_number(
     most: int = MOST_RANKS,
     environment: Mapping[str, str] | None = None,
 ) -> int:
-    """Return the number that a variable of the environment holds, or the default if there is no
-    such variable. UserError, naming it, for anything else."""
+    """Return the integer in an environment variable.
+
+    Args:
+        name: name of the variable.
+        default: result if the variable is not set.
+        least, most: smallest and largest valid number.
+        environment: the variables. By default os.environ.
+
+    Raises:
+        UserError: the value is invalid. The message names the variable.
+    """
     environment = os.environ if environment is None else environment
     if name not in environment:
         return default
@@ -96,7 +105,7 @@ def whole_number(
 
 
 def check_meeting_point() -> None:
-    """Raise UserError if a variable by which several ranks find each other is not set."""
+    """Raise UserError if a variable with which several ranks connect is not set."""
     for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
         if world_size() > 1 and not os.environ.get(name):
             raise UserError(
@@ -106,8 +115,15 @@ def check_meeting_point() -> None:
 
 
 def of_local_rank(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """Return what megazoo's own launcher, this process, tells a rank that it starts; torchrun tells
-    it so, too. port: of the store that it holds."""
+    """Return the environment variables for a rank that this process launches.
+
+    They are those of torchrun, and MEGAZOO_LAUNCHER.
+
+    Args:
+        rank: number of the rank.
+        ranks: number of ranks.
+        port: port of the store in this process.
+    """
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -121,22 +137,30 @@ def of_local_rank(rank: int, ranks: int, port: int) -> dict[str, str]:
 
 
 def megazoos_launcher() -> int | None:
-    """Return the process number of megazoo's own launcher, if it has started this rank."""
+    """Return the process id of megazoo's launcher, if it started this rank."""
     return whole_number("MEGAZOO_LAUNCHER", 0, most=1 << 31) or None
 
 
 def is_child_of_launcher() -> bool:
-    """Say whether a launcher that stays has started this process: torchrun, or megazoo's own."""
+    """Return whether torchrun or megazoo's launcher, which both stay alive, started this rank."""
     return "TORCHELASTIC_RUN_ID" in os.environ or megazoos_launcher() is not None
 
 
 def adopt_launcher(arguments: list[str], environment: MutableMapping[str, str]) -> list[str]:
-    """Understand launchers other than torchrun: put its variables into the environment.
+    """Set torchrun's variables for other launchers: srun and torch.distributed.launch.
 
-    Returns the arguments without those that are the launcher's. `srun` alone says with SLURM_* who
-    a rank is; the ranks meet on the first node, on a port that follows from the job's number unless
-    MASTER_PORT names one. torch.distributed.launch gives --local-rank. UserError names a variable
-    that has no value such as these have.
+    With only `srun`, the ranks follow from SLURM_*. They connect to the first node, on a port
+    derived from the job id unless MASTER_PORT is set. torch.distributed.launch passes --local-rank.
+
+    Args:
+        arguments: command line.
+        environment: variables to read and set.
+
+    Returns:
+        The arguments without those of the launcher.
+
+    Raises:
+        UserError: a variable has an invalid value. The message names it.
     """
     kept, rest = [], iter(arguments)
     for argument in rest:
@@ -152,24 +176,25 @@ def adopt_launcher(arguments: list[str], environment: MutableMapping[str, str]) 
 
 
 def _check(environment: Mapping[str, str]) -> None:
-    """Raise UserError for a variable that is no number, or not one that the others allow."""
+    """Raise UserError for a variable that is not a number or contradicts the other variables."""
     for rank, world in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
         number = whole_number(rank, 0, environment=environment)
         ranks = whole_number(world, 1, least=1, environment=environment)
-        # Some launchers set LOCAL_RANK alone.
+        # Some launchers set only LOCAL_RANK.
         if number >= ranks and (rank == "RANK" or world in environment):
             raise UserError(
                 f"the variable {rank} is {number}, but {world} is "
                 f"{ranks if world in environment else 'not set'}: ranks count from 0"
             )
     whole_number("TORCHELASTIC_RESTART_COUNT", 0, environment=environment)
-    # Alone it is Kubernetes', perhaps: tcp://10.0.0.1:80, of a service that is called master.
+    # Without WORLD_SIZE it may be a variable of Kubernetes, for a service with the name "master",
+    # such as tcp://10.0.0.1:80.
     if "WORLD_SIZE" in environment:
         whole_number("MASTER_PORT", 0, most=65_535, environment=environment)
 
 
 def _adopt_slurm(environment: MutableMapping[str, str]) -> None:
-    """Put torchrun's variables beside Slurm's, if these tell of several ranks."""
+    """Set torchrun's variables from Slurm's, if there are several ranks."""
 
     def number(name: str, **limits: int) -> int:
         return whole_number(name, 0, environment=environment, **limits)
@@ -195,7 +220,7 @@ def _adopt_slurm(environment: MutableMapping[str, str]) -> None:
 
 
 def _expanded(name: str, environment: Mapping[str, str]) -> list[int]:
-    """Expand Slurm's "4(x2),3", which a variable holds, into [4, 4, 3]."""
+    """Expand a Slurm variable such as "4(x2),3" into [4, 4, 3]."""
     counts, one = environment[name].strip(), r"(\d{1,7})(?:\(x(\d{1,7})\))?"
     pairs = [(int(n), int(times or 1)) for n, times in re.findall(one, counts)]
     whole = re.fullmatch(f"{one}(,{one})*", counts)

@@ -1,4 +1,4 @@
-"""What users are told in one line: errors, and advice on what can be done better."""
+"""Errors and warnings that programs print in one line."""
 
 import math
 import sys
@@ -10,11 +10,12 @@ from typing import Any
 
 
 class UserError(ValueError):
-    """A mistake in what the user gave. Programs print its text as one line and end with
+    """An error in the user's input. Programs print its message in one line and exit with
     `exit_code`.
 
-    exit_code: 2 for what is found before any work starts (the default), 1 for what shows up during
-    it.
+    Args:
+        message: the error message. Whitespace is collapsed to single spaces.
+        exit_code: 2 (default) for errors found before any work starts, 1 for errors during work.
     """
 
     def __init__(self, message: str, exit_code: int = 2):
@@ -23,12 +24,12 @@ class UserError(ValueError):
 
 
 class Advice(UserWarning):
-    """Something that works, though not as the user may want it. Programs print its text as one line
-    on stderr."""
+    """A warning about something that works, but maybe not as intended. Programs print its message
+    in one line on stderr."""
 
 
 def advise(text: str) -> None:
-    """Warn with an Advice, as of the line outside of megazoo that led here."""
+    """Issue an Advice warning, attributed to the calling line outside megazoo."""
     frame, level = sys._getframe(1), 2
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == "megazoo":
         frame, level = frame.f_back, level + 1
@@ -36,7 +37,7 @@ def advise(text: str) -> None:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return "; did you mean X?" for the known name closest to `name`, or nothing."""
+    """Return "; did you mean X?" with the known name closest to `name`, or an empty string."""
     matches = get_close_matches(name, list(known), n=1)
     return f"; did you mean {matches[0]}?" if matches else ""
 
@@ -44,9 +45,14 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def check_number(
     name: str, value: Any, least: float, below: float = math.inf, *, whole: bool = False
 ) -> None:
-    """Raise UserError unless a value is a number, from `least` to below `below`; NaN is none.
+    """Raise UserError unless `value` is a number with least <= value < below. NaN raises UserError.
 
-    whole: it must be a whole number.
+    Args:
+        name: name of the value, for the message.
+        value: the value.
+        least: smallest valid number.
+        below: upper limit, exclusive.
+        whole: require an integer.
     """
     kind: type = Integral if whole else Real
     if not isinstance(value, kind) or isinstance(value, bool):

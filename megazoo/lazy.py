@@ -1,4 +1,4 @@
-"""Names that are imported when they are first used: a tool that needs no torch doesn't load it."""
+"""Import names at their first use, so that tools that do not need torch do not import it."""
 
 import sys
 from collections.abc import Callable
@@ -7,8 +7,8 @@ from importlib.util import find_spec
 
 
 def is_installed(package: str) -> bool:
-    """Say whether a package can be imported. A directory of that name, which runs leave behind, is
-    found without an origin."""
+    """Return whether a package can be imported. A plain directory of that name, such as the output
+    of a run, does not count: it has no origin."""
     found = find_spec(package)
     return found is not None and found.origin is not None
 
@@ -16,10 +16,14 @@ def is_installed(package: str) -> bool:
 def lazy_attributes(
     package: str, places: dict[str, str]
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """Return a `__getattr__` for a package, and a `__dir__` that lists these names and `__all__`.
-    Type checkers and editors don't run them: the package imports the names under TYPE_CHECKING.
+    """Return `__getattr__` and `__dir__` for a package with lazy names.
 
-    places: the module of each of the package's names; a name of a module stands for the module.
+    `__dir__` lists these names and `__all__`. Type checkers and editors do not run these functions,
+    so the package also imports the names under TYPE_CHECKING.
+
+    Args:
+        package: name of the package.
+        places: for each name, its module. The name of a submodule refers to the submodule.
     """
 
     def get(name: str):

@@ -1,4 +1,4 @@
-"""What is shown on a terminal while work goes on."""
+"""Print messages and progress on the terminal."""
 
 import sys
 
@@ -8,41 +8,50 @@ LINE_SECONDS = 30.0  # between lines of progress in a log
 
 
 def print_rank_0(*words, end: str = "\n") -> None:
-    """Print on rank 0 alone, without delay."""
+    """Print only on rank 0, and flush."""
     if is_rank_zero():
         print(*words, end=end, flush=True)
 
 
 def note_rank_0(line: str) -> None:
-    """Print a line on stderr on rank 0 alone."""
+    """Print a line on stderr, only on rank 0."""
     if is_rank_zero():
         print_error(line)
 
 
 def print_error(line: str) -> None:
-    """Print a line on stderr, without delay."""
+    """Print a line on stderr, and flush."""
     print(line, file=sys.stderr, flush=True)
 
 
 def clock(seconds: float) -> str:
-    """Return seconds as 1:05 or 2:03:04."""
+    """Format seconds as 1:05 or 2:03:04."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
 def byte_bar(total: int, what: str):
-    """Return the progress of rank 0 in bytes: `with byte_bar(n, "load") as bar: bar.update(bytes)`.
+    """Return a progress bar in bytes for rank 0: `with byte_bar(n, "load") as bar: bar.update(k)`.
 
-    On a terminal a bar shows what is done, the rate and the time left, from the second second on;
-    otherwise a line every 30 seconds does. what: the work, a verb.
+    It shows the progress, the rate and the remaining time: on a terminal as a bar after one second,
+    otherwise as a line every 30 seconds.
+
+    Args:
+        total: total number of bytes.
+        what: a verb for the work.
     """
     return _progress(total, what, unit="B", unit_scale=True)
 
 
 def count_bar(total: int, what: str, unit: str):
-    """Return the progress of rank 0 as `byte_bar` does, in things that are counted. unit: what one
-    is called."""
+    """Return a progress bar for rank 0 that counts items. See `byte_bar`.
+
+    Args:
+        total: total number of items.
+        what: a verb for the work.
+        unit: name of an item.
+    """
     return _progress(total, what, unit=f" {unit}")
 
 
@@ -50,13 +59,13 @@ def _progress(total: int, what: str, **options):
     from tqdm import tqdm
 
     class Bar(tqdm):
-        monitor_interval = 0  # without a thread that would outlive it
+        monitor_interval = 0  # disables the monitor thread, which would outlive it
 
     class Lines(Bar):
         """Progress as lines of a log."""
 
         def display(self, msg: str | None = None, pos: int | None = None) -> None:
-            if msg is None and self.n:  # not at the start, nor where a bar would be cleared
+            if msg is None and self.n:  # not at the start or when a bar is cleared
                 print_error(str(self))
 
     options |= {"total": total, "desc": what, "leave": False, "disable": not is_rank_zero()}

@@ -1,7 +1,7 @@
-"""What megazoo uses of torch that is not its public interface: all of it, each behind a function.
+"""Every use of torch's private interface in megazoo, each behind a function.
 
-A new version of torch may change any of it; what then breaks is mended here. Each docstring says
-what the function does, and why nothing public will do. All of it works with torch 2.11 to 2.13.
+If a new version of torch changes one, only this module needs a change. Each docstring describes the
+function and why no public interface suffices. Everything works with torch 2.11 to 2.13.
 """
 
 import functools
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 __all__ = [
-    "TorchDispatchMode",  # the only way to see every operator that runs, as FLOP counters do
+    "TorchDispatchMode",  # the only way to observe every operator, as FLOP counters do
     "allow_recompilations",
     "attention_kernel",
     "copy_each",
@@ -49,43 +49,43 @@ Tensors = list[torch.Tensor] | tuple[torch.Tensor, ...]
 
 
 def renamed_collective(new: str, old: str) -> Callable:
-    """Return the collective of torch.distributed that is called `new` since torch 2.13.
+    """Return the collective of torch.distributed with the name `new`, since torch 2.13.
 
-    The older name is looked up only where the new one is missing: it warns, and will go.
+    The name `old` is used only if `new` does not exist: it is deprecated and warns.
     """
     return getattr(dist, new, None) or getattr(dist, old)
 
 
 def default_store() -> dist.Store:
-    """Return the store through which the ranks of this job met.
+    """Return the store through which the ranks of this job connected.
 
-    init_process_group makes it from the launcher's environment, and nothing public gives it back.
+    init_process_group creates it from the launcher's environment. No public function returns it.
     """
     return dist.distributed_c10d._get_default_store()
 
 
 def store_of_a_thread() -> dist.Store:
-    """Return the store through which the ranks met, by a connection that no other thread uses.
+    """Return the store of the job with a separate connection for the calling thread.
 
-    One connection serves one call at a time: a thread that waits for a key keeps others waiting.
-    Nothing public gives back the store that is copied here, and its `clone` has no stub.
+    A connection handles one call at a time: a thread that waits for a key blocks the others. No
+    public function returns the store that is cloned here, and its `clone` has no stub.
     """
     return default_store().clone()  # pyrefly: ignore[missing-attribute]
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """Return how long a rank waits for the others in a group's operations on CPU tensors.
+    """Return the timeout of a group's operations on CPU tensors.
 
-    torch takes a timeout with a new group, and has no function that gives it back.
+    torch accepts a timeout for a new group, but has no public function that returns it.
     """
     return group._get_backend(torch.device("cpu")).options._timeout
 
 
 def run_backward(output: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Add the gradients of `output` to the leaves of its graph, as output.backward(gradient) does.
+    """Add the gradients of `output` to the leaves of its graph, like output.backward(gradient).
 
-    torch.autograd.backward refuses an output whose memory was freed; a pipeline frees what it has
-    sent, and keeps the graph.
+    torch.autograd.backward raises an error if the memory of the output was freed. Pipelines free
+    activations after sending them, and keep the graph.
     """
     torch.autograd.Variable._execution_engine.run_backward(
         (output,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True
@@ -93,34 +93,34 @@ def run_backward(output: torch.Tensor, gradient: torch.Tensor) -> None:
 
 
 def copy_each(targets: Tensors, sources: Tensors) -> None:
-    """Copy each source into its target, whatever their dtypes: on CUDA in a few kernels for all.
+    """Copy each source into its target, with any dtypes. On CUDA, a few kernels copy all tensors.
 
-    torch's public functions take one tensor at a time, a kernel each.
+    torch's public functions copy one tensor per call and kernel.
     """
     if targets:
         torch._foreach_copy_(targets, sources)
 
 
 def scale_each(tensors: Tensors, factor: torch.Tensor | float) -> None:
-    """Multiply each tensor in place, on CUDA by a few kernels for all.
+    """Multiply each tensor in place. On CUDA, a few kernels process all tensors.
 
-    factor: a number, or a tensor of one on the same device.
+    factor: a number, or a tensor with one element on the same device.
     """
     if tensors:
         torch._foreach_mul_(tensors, factor)
 
 
 def zero_each(tensors: Tensors) -> None:
-    """Zero each tensor in place, on CUDA by a few kernels for all."""
+    """Zero each tensor in place. On CUDA, a few kernels process all tensors."""
     if tensors:
         torch._foreach_zero_(tensors)
 
 
 def norm_of_each(tensors: Tensors) -> torch.Tensor:
-    """Return the 2-norm of each tensor, summed and given in float64, [tensors]: on CUDA by a few
-    kernels for all. At least one tensor is needed.
+    """Return the 2-norm of each tensor, float64 [tensors], accumulated in float64.
 
-    torch.nn.utils.get_total_norm does so too, but sums in the tensors' own dtype.
+    At least one tensor is required. On CUDA, a few kernels process all tensors. The public
+    torch.nn.utils.get_total_norm accumulates in the dtype of the tensors.
     """
     return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float64))
 
@@ -138,10 +138,10 @@ def fused_adamw(
     weight_decay: float,
     grad_scale: torch.Tensor | None,
 ) -> None:
-    """Update parameters and moments in place by the kernel behind torch.optim.AdamW(fused=True).
+    """Update parameters and moments in place with the kernel of torch.optim.AdamW(fused=True).
 
-    The constructor of that class imports torch._dynamo (70 MB), and the class updates whole
-    parameters only, not a replica's part of them.
+    The constructor of that class imports torch._dynamo (70 MB). The class updates only complete
+    parameters, not a replica's shard of a parameter.
     """
     torch._fused_adamw_(
         parameters,
@@ -162,11 +162,11 @@ def fused_adamw(
 
 
 def product_in_fp32(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return total + a b, in total's memory, or a b if there is no total: fp32, of factors of 16
-    bits on CUDA.
+    """Return the fp32 sum total + a b, or a b if total is None. The factors have 16 bits on CUDA.
 
-    The products are public. But older versions want a total of the factors' own dtype, which says
-    no documentation: there another kernel adds.
+    The sum is written to total. The matrix products are public. Older versions of torch require a
+    total with the dtype of the factors, which is not documented: with these, a separate kernel
+    adds.
     """
     if total is None:
         return torch.mm(a, b, out_dtype=torch.float32)
@@ -177,28 +177,32 @@ def product_in_fp32(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor
 
 @functools.cache
 def _adds_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
-    """Say whether a product of such factors can be added to an fp32 matrix: by trying it once."""
+    """Return whether products of this dtype can be added to an fp32 matrix, by one trial."""
     factor = torch.zeros(16, 16, dtype=dtype, device=device)
     total = torch.zeros(16, 16, dtype=torch.float32, device=device)
     try:
         torch.addmm(total, factor, factor, out_dtype=torch.float32, out=total)
-    except (RuntimeError, TypeError):  # the latter of torch 2.11 for the device meta
+    except (RuntimeError, TypeError):  # TypeError: torch 2.11 on the device meta
         return False
     return True
 
 
 def int8_product(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Return (x W^T) * scale: bfloat16 [rows, inputs] -> [rows, outputs], of int8 weights [outputs,
-    inputs] and a scale for each output, in bfloat16.
+    """Return (x W^T) * scale, bfloat16 [rows, outputs], for int8 weights.
 
-    Nothing public multiplies 8 bits without a copy of the weight that is wider.
+    Public functions need a copy of the weight in a wider dtype.
+
+    Args:
+        x: bfloat16 [rows, inputs].
+        weight: int8 [outputs, inputs].
+        scale: bfloat16 [outputs].
     """
     return torch._weight_int8pack_mm(x, weight, scale)
 
 
 def takes_int8_product(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Say whether int8_product multiplies such tensors: on CPUs, in blocks of 16, beyond whose ends
-    it would read."""
+    """Return whether int8_product supports these tensors: on CPUs, with sizes that are multiples of
+    16, since it reads the weight in blocks of 16."""
     blocks = not any(size % 16 for size in weight.shape)
     return x.device.type == "cpu" and len(x) > 0 and weight.numel() > 0 and blocks
 
@@ -206,28 +210,28 @@ def takes_int8_product(x: torch.Tensor, weight: torch.Tensor) -> bool:
 def linear_by_onednn(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return F.linear(x, weight, bias), of fp32 on a CPU, without a gradient, by oneDNN.
+    """Return F.linear(x, weight, bias) in fp32 on a CPU, without a gradient, computed with oneDNN.
 
-    F.linear gives fp32 to the BLAS library, and nothing public chooses another; a MkldnnLinear of
-    torch.utils.mkldnn keeps a second copy of the weight.
+    F.linear uses the BLAS library for fp32, and no public function selects another library.
+    MkldnnLinear of torch.utils.mkldnn stores a second copy of the weight.
     """
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:
-    """Say whether someone has called the tensor's register_hook, which sees each gradient before it
-    is added up.
+    """Return whether the tensor has hooks from register_hook, which receive each gradient before it
+    is accumulated.
 
-    Nothing public tells it.
+    No public function returns this.
     """
     return bool(tensor._backward_hooks)
 
 
 def allow_recompilations(count: int) -> None:
-    """Let torch.compile compile one function anew so many times, if it would stop before.
+    """Raise the recompilation limit of torch.compile per function to at least `count`.
 
-    The setting has a public name, torch.compiler.config.recompile_limit, only in newer versions.
-    Imports torch._dynamo (0.7 s, 70 MB).
+    The public setting torch.compiler.config.recompile_limit exists only in newer versions. This
+    imports torch._dynamo (0.7 s, 70 MB).
     """
     import torch._dynamo
 
@@ -236,39 +240,39 @@ def allow_recompilations(count: int) -> None:
 
 
 def profiler_runs() -> bool:
-    """Say whether a profiler records this thread.
+    """Return whether a profiler records this thread.
 
-    Naming a block for it, which the public record_function does, costs time even where none does.
+    The public record_function takes time even without a profiler.
     """
     return torch.autograd._profiler_enabled()
 
 
 def shares_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Say whether two tensors are views of the same memory."""
+    """Return whether two tensors are views of the same memory."""
     return storage_key(one.untyped_storage()) == storage_key(other.untyped_storage())
 
 
 def silu_backward(grad: torch.Tensor, x: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
-    """Write the gradient of silu's x to `out`, which may be `grad` itself.
+    """Write the gradient of silu with respect to x to `out`, which may be `grad`.
 
-    torch.autograd.grad computes the same and takes new memory for it.
+    torch.autograd.grad computes the same, but allocates new memory.
     """
     return torch.ops.aten.silu_backward.grad_input(grad, x.detach(), grad_input=out)
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
-    """Return a number that tells a living storage from all others.
+    """Return a number that is unique among existing storages.
 
-    Each call of untyped_storage() makes a new Python object, and the address of the memory is 0 for
-    every tensor on meta.
+    Each call of untyped_storage() creates a new Python object, and the address of the memory is 0
+    for every tensor on meta.
     """
     return storage._cdata
 
 
 def flop_formulas() -> dict:
-    """Return torch's formulas for the FLOPs of an operator, by its overload packet.
+    """Return torch's formulas for the FLOPs of operators, by overload packet.
 
-    The public FlopCounterMode counts with them, but nothing else that runs beside it.
+    The public FlopCounterMode uses these formulas, but counts only FLOPs.
     """
     from torch.utils.flop_counter import flop_registry
 
@@ -282,11 +286,11 @@ def attention_kernel(
     mask: torch.Tensor | None,
     dropout: float,
 ) -> SDPBackend:
-    """Return the kernel that scaled_dot_product_attention would choose on q's device, k and v
-    having as many heads as q or fewer.
+    """Return the kernel that scaled_dot_product_attention would choose on the device of q.
 
-    The public torch.backends.cuda.can_use_flash_attention and the like know one kernel each, and
-    not which of them is preferred.
+    k and v may have fewer heads than q. Public functions such as
+    torch.backends.cuda.can_use_flash_attention check one kernel each, and do not return which
+    kernel is preferred.
     """
     causal = mask is None and q.shape[2] == k.shape[2]
     options = {"is_causal": causal, "enable_gqa": k.shape[1] < q.shape[1]}
@@ -305,32 +309,36 @@ def varlen_attention(
     *,
     window: int | None = None,
 ) -> torch.Tensor:
-    """Return the causal attention of sequences of several lengths, one after the other: [tokens,
-    heads, head_size] of each.
+    """Return the causal attention of concatenated sequences of different lengths.
 
-    boundaries and the rest: as in megazoo.layers.Packed; where a sequence has fewer queries than
-    keys, they are its last tokens. window: how many tokens a query looks at, itself included; all
-    by default. It is public, but since torch 2.12 it must be told that there
-    are fewer heads of keys than of queries, which the kernel has always taken. Imports
-    torch._dynamo (0.7 s, 70 MB).
+    The function is public, but since torch 2.12 it needs enable_gqa if keys have fewer heads than
+    queries. Earlier versions support this without the option. This imports torch._dynamo (0.7 s,
+    70 MB).
+
+    Args:
+        q, k, v: [tokens, heads, head_size].
+        boundaries, longest, key_boundaries, longest_of_keys: see megazoo.layers.Packed. If a
+            sequence has fewer queries than keys, the queries are its last tokens.
+        scale: scale of the scores.
+        window: number of tokens that a query attends to, including itself. By default all.
     """
     from torch.nn.attention.varlen import varlen_attn
 
-    before = -1 if window is None else window - 1  # tokens; -1 stands for all
-    options: dict[str, Any] = {"scale": scale, "window_size": (before, 0)}  # nothing after: causal
+    before = -1 if window is None else window - 1  # tokens; -1 means all
+    options: dict[str, Any] = {"scale": scale, "window_size": (before, 0)}  # 0 tokens after: causal
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:
         options["enable_gqa"] = k.shape[1] < q.shape[1]
     if key_boundaries is None or longest_of_keys is None:
         key_boundaries, longest_of_keys = boundaries, longest
     y = varlen_attn(q, k, v, boundaries, key_boundaries, longest, longest_of_keys, **options)
-    assert isinstance(y, torch.Tensor)  # nothing else is asked for
+    assert isinstance(y, torch.Tensor)  # without further results
     return y
 
 
 def flash_attention_operators() -> tuple[Callable, Callable]:
-    """Return the operators of the attention that keeps no scores, and of its backward.
+    """Return the operators of flash attention, which stores no scores, and of its backward.
 
-    The public scaled_dot_product_attention chooses another one on meta, where nothing is fast.
+    On the device meta, the public scaled_dot_product_attention chooses another operator.
     """
     aten = torch.ops.aten
     return (
@@ -340,16 +348,16 @@ def flash_attention_operators() -> tuple[Callable, Callable]:
 
 
 def results_are_new(operator: torch._ops.OpOverload) -> list[bool]:
-    """Say of each result of an operator, as __torch_dispatch__ gets it, whether it is new memory.
+    """Return, for each result of an operator in __torch_dispatch__, whether it is new memory.
 
-    Else it is an argument, or a view of one. Only the operator's schema tells it.
+    Otherwise the result is an argument or a view of one. Only the operator's schema contains this.
     """
     return [returned.alias_info is None for returned in operator._schema.returns]
 
 
 def writes_memory(operator: torch._ops.OpOverload) -> bool:
-    """Say whether an operator, as __torch_dispatch__ gets it, runs a kernel; else it returns views,
-    or memory that nobody has written yet."""
+    """Return whether an operator in __torch_dispatch__ runs a kernel. Otherwise it returns views or
+    uninitialized memory."""
     name = operator.overloadpacket.__name__
     if name == "_unsafe_view" or name.startswith(("empty", "new_empty")):
         return False
@@ -358,5 +366,5 @@ def writes_memory(operator: torch._ops.OpOverload) -> bool:
 
 
 def tensors_in(*values: Any) -> list[torch.Tensor]:
-    """Return the tensors in nested lists, tuples and dicts, each as often as it is there."""
+    """Return the tensors in nested lists, tuples and dicts, including repetitions."""
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]

@@ -1,5 +1,5 @@
-"""The commands of megazoo, and how a user starts each: as `megazoo NAME`, or as a script of a
-clone. Nothing here loads torch or tyro."""
+"""The commands of megazoo. Each starts as `megazoo NAME` or as a script of a clone. Nothing here
+imports torch or tyro."""
 
 import os
 import shlex
@@ -14,8 +14,12 @@ from pathlib import Path
 class Command:
     """A command.
 
-    name: what follows `megazoo`. module: it has main(arguments). script: the same command in a
-    clone, if there is one. summary: a line for the help. arguments: words before those of the user.
+    Attributes:
+        name: the words after `megazoo`.
+        module: module with the function main(arguments).
+        script: script of a clone that runs the command, if any.
+        summary: help text in one line.
+        arguments: arguments that precede those of the user.
     """
 
     name: str
@@ -74,7 +78,7 @@ COMMANDS = (
         "Print the completion script for bash, zsh or fish.",
     ),
 )
-_started: Command | None = None  # by the command `megazoo`; None of a script
+_started: Command | None = None  # with the command `megazoo`; None for scripts
 
 
 def command_named(name: str) -> Command:
@@ -82,7 +86,7 @@ def command_named(name: str) -> Command:
 
 
 def started_as(command: Command) -> None:
-    """Note that this process runs `megazoo NAME`."""
+    """Record that this process runs `megazoo NAME`."""
     global _started
     _started = command
 
@@ -97,24 +101,28 @@ def documentation(command: Command) -> str:
 
 
 def program_name() -> str:
-    """Return what a user calls this program."""
+    """Return the name of this program: `megazoo NAME`, or the script."""
     return f"megazoo {_started.name}" if _started else Path(sys.argv[0]).name
 
 
 def entry() -> list[str]:
-    """Return what comes between Python, or torchrun, and the arguments of this program."""
+    """Return the words between `python` or `torchrun` and the arguments of this program."""
     return ["-m", "megazoo", *_started.name.split()] if _started else [sys.argv[0]]
 
 
 def torchrun_line(ranks: int, arguments: list[str] | None = None) -> str:
-    """Return the command that starts this program on so many ranks, with these arguments or its
-    own."""
+    """Return the torchrun command that starts this program on a number of ranks.
+
+    Args:
+        ranks: number of ranks.
+        arguments: arguments of the program. None: those of this process.
+    """
     words = sys.argv[1:] if arguments is None else arguments
     return f"torchrun --nproc-per-node {ranks} {shlex.join([*entry(), *words])}"
 
 
 def command_line(arguments: list[str], name: str | None = None) -> str:
-    """Return the line that starts this program, or the command of that name, in one process."""
+    """Return the command that starts this program, or the command `name`, in one process."""
     if _started:
         words = (name or _started.name).split()
         path = Path(sys.executable).with_name("megazoo")
@@ -129,11 +137,11 @@ def command_line(arguments: list[str], name: str | None = None) -> str:
 
 
 def _python() -> str:
-    """Return how this Python is called: python, a path below this directory, or a full one."""
+    """Return the command for this Python: `python`, a relative path or an absolute path."""
     return "python" if shutil.which("python") == sys.executable else _path(sys.executable)
 
 
 def _path(file: str | Path) -> str:
-    """Return the path of a file of the program: relative below this directory, otherwise full."""
+    """Return a path: relative if it is below this directory, otherwise absolute."""
     path = os.path.relpath(file)
     return os.path.abspath(file) if path.startswith("..") else path

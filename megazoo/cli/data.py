@@ -1,4 +1,4 @@
-"""The data of a run: its tokens, its batches, and what it was like when the run began."""
+"""The data of a run: its tokens, batches and fingerprints."""
 
 import sys
 from pathlib import Path
@@ -28,7 +28,7 @@ from megazoo.tokenizer.settings import CHAT_TEMPLATE
 
 
 class Data(NamedTuple):
-    """The global batches of a run, by what they are for."""
+    """The global batches of a run: training, validation and test."""
 
     training: Batches
     validation: Batches
@@ -36,14 +36,14 @@ class Data(NamedTuple):
 
 
 def prepare_inputs(run: Run) -> None:
-    """Make the tokens of texts that have none, and for --record the checksums of all files."""
+    """Tokenize texts without cached tokens. For --record, also compute the files' checksums."""
     prepare_datasets(run.sources, run.tokenizer, run.options.data.chat_template, run.labels)
     if run.options.logging.record:
         run.files = checksums(inputs_of(run))
 
 
 def open_data(run: Run, model: Model) -> Data:
-    """Open the data, on the stages that use it: the first and the last."""
+    """Open the data on the stages that use it: the first and the last."""
     options, ctx = run.options, model.ctx
     blends = (None, None, None)
     if model.stages[0].first or model.stages[-1].last:
@@ -70,8 +70,8 @@ def open_data(run: Run, model: Model) -> Data:
 
 
 def take_fingerprints(run: Run) -> None:
-    """Note what the data is like, for checkpoints, and warn of what is not as it was in the one
-    that the run goes on from."""
+    """Compute the fingerprints of the data for checkpoints. Warn about changes since the checkpoint
+    from which the run resumes."""
     template = run.options.data.chat_template
     names, tokenizer = run.sources.names, run.tokenizer.source
     run.fingerprints = fingerprints(names, tokenizer, template, run.labels)
@@ -80,8 +80,8 @@ def take_fingerprints(run: Run) -> None:
 
 
 def take_along_tokenizer(run: Run, model: Model) -> None:
-    """Have checkpoints carry the tokenizer's files, instead of those that came with the weights; a
-    resumed run finds them there."""
+    """Store the tokenizer's files in checkpoints, in place of those that came with the weights. A
+    resumed run loads them from there."""
     source = run.tokenizer.source
     run.options.data.tokenizer = "byte" if source == "byte" else None
     others = (*TOKENIZER_FILES, *TOKENIZER_SIDECARS, CHAT_TEMPLATE)
@@ -94,6 +94,6 @@ def take_along_tokenizer(run: Run, model: Model) -> None:
 
 
 def trains_conversations(run: Run) -> bool:
-    """Say whether a file of the data has messages."""
+    """Return whether a file of the data has conversations (messages)."""
     files = (Path(name) for name in files_of_text(run.sources) if is_loose_json(Path(name)))
     return any("messages" in first_object(file)[1] for file in files)

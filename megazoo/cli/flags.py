@@ -1,5 +1,5 @@
-"""Flags: fills a dataclass from a command line, with mistakes in one line; and the kinds of flags
-that programs share."""
+"""Fill dataclasses from a command line, with errors in one line. Also: types of flags that several
+programs use."""
 
 import ast
 import contextlib
@@ -42,7 +42,7 @@ def mandatory(metavar: str) -> Any:
 
 
 SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
-# Settings that `cli.defaults` fills in before a run reads them; None until then.
+# Settings that are None until `cli.defaults` sets them, before a run reads them.
 T = TypeVar("T")
 if TYPE_CHECKING:
     Filled = Annotated[T, "filled in"]
@@ -274,7 +274,7 @@ def _with_values(arguments: list[str], kinds: dict) -> list[str]:
         flag = flag_of(argument) if argument.startswith("--") else ""
         if not flag:
             words.append(_spelled_out(argument, kinds.get(name)))
-            name = ""  # a dtype is one word
+            name = ""  # a dtype is a single word
             continue
         name = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
         given, equals, value = argument.partition("=")
@@ -333,7 +333,7 @@ def _in_our_words(message: str, kinds: dict) -> str:
 
 
 def _message_in(box: str) -> str:
-    """The message in tyro's box: a title, rules of dashes, the message, a rule, and hints."""
+    """Return the message in tyro's box: title, rule of dashes, message, rule, hints."""
     lines = [line.strip("│| ") for line in box.splitlines()[1:]]
     is_rule = [not line.strip("╭╮╰╯─-+") for line in lines]
     start = is_rule.index(False) if False in is_rule else 0

@@ -1,5 +1,5 @@
-"""The numbers of a run while it goes on: lines on the terminal, a file with one JSON object a step,
-TensorBoard, Weights & Biases, trackio, traces."""
+"""Metrics of a run: lines on the terminal, a JSONL file with one object per step, TensorBoard,
+Weights & Biases, trackio and traces."""
 
 import json
 import os
@@ -24,8 +24,8 @@ from megazoo.terminal import clock
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-# TFLOP/s of dense bf16 products (fp16 on the V100), by a part of the device's name; the first that
-# fits counts.
+# TFLOP/s of dense bf16 matrix products (fp16 on the V100), by a part of the device's name. The
+# first match is used.
 PEAK_TFLOPS = {
     "H100 PCIe": 756,
     "H100 NVL": 835,
@@ -45,7 +45,7 @@ PEAK_TFLOPS = {
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Return the FLOP/s of a device in bf16, as its maker tells; None where it is not known."""
+    """Return the vendor's peak FLOP/s of a device in bf16, or None if unknown."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -53,8 +53,8 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the most bytes that were allocated on a device, or, on the CPU, the process's largest
-    resident size."""
+    """Return the peak of allocated bytes on a GPU, or on the CPU the peak resident size of the
+    process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated()
     unit = 1 if sys.platform == "darwin" else 1024
@@ -62,17 +62,26 @@ def peak_memory(device: torch.device) -> int:
 
 
 class Metrics:
-    """Appends JSON objects to a file, a line each, and gives their numbers to TensorBoard, Weights
-    & Biases and trackio; does nothing without any of the four.
+    """Writes metrics to a JSONL file, TensorBoard, Weights & Biases and trackio, each optional.
 
-    path: the file. tensorboard: TensorBoard's directory; what it has of steps after `step`, where
-    this start begins, is hidden. wandb, trackio: the project there. runs: of the run that is
-    resumed there, the id as wandb_run and the name as trackio_run; a new one by default, and then
-    the attribute `runs` has it. settings: shown on the run's page there. UserError if one of them
-    can't be opened.
+    A later write error, such as a full disk, does not end the run: it is reported once on stderr,
+    and the other outputs continue.
 
-    What can't be written later, to a full disk for one, does not end a run: a line on stderr says
-    so once, and the rest goes on. lost: by its flag, since when and why.
+    Args:
+        path: the JSONL file. Lines are appended.
+        tensorboard: TensorBoard's directory. Its values after `step` are hidden.
+        wandb, trackio: name of the project.
+        step: step at which this start of the run begins.
+        runs: the id (wandb_run) and the name (trackio_run) of the runs to resume. By default, new
+            runs are created.
+        settings: settings to show on the pages of the runs.
+
+    Attributes:
+        runs: wandb_run and trackio_run of the open runs.
+        lost: for the flag of each failed output, the step and the reason.
+
+    Raises:
+        UserError: an output cannot be opened.
     """
 
     def __init__(
@@ -107,13 +116,18 @@ class Metrics:
             self.runs["trackio_run"] = self.trackio_run.name
 
     def write(self, step: int, values: dict) -> None:
-        """Write the numbers of a step, or of an evaluation after it; the names of the latter begin
-        with eval_ or test_. None: there is no such number."""
+        """Write the metrics of a step, or of an evaluation after it.
+
+        Args:
+            step: number of the step.
+            values: metrics. Names of an evaluation start with eval_ or test_. None: the
+                metric has no value.
+        """
         if self.path:
             line = (json.dumps({"step": step, **values}) + "\n").encode()
             if not kept("--metrics", step, self.lost, lambda: append_line(self.path, line)):
                 self.path = None
-        named = {}  # in groups: train/loss, eval/loss
+        named = {}  # with groups: train/loss, eval/loss
         for key, value in values.items():
             kind, name = (
                 (key[:4], key[5:]) if key.startswith(("eval_", "test_")) else ("train", key)
@@ -138,12 +152,12 @@ class Metrics:
             self.trackio_run = None
 
     def close(self) -> None:
-        """Close what was opened of TensorBoard, Weights & Biases and trackio."""
+        """Close TensorBoard, Weights & Biases and trackio, if open."""
         if self.board:
             kept("--tensorboard", None, self.lost, self.board.close)
         if self.wandb_run:
             kept("--wandb", None, self.lost, self.wandb_run.finish, Exception)
-        if self.trackio_run:  # not the run's own, after which the exit would finish it again
+        if self.trackio_run:  # after trackio_run.finish(), the exit would finish it again
             kept("--trackio", None, self.lost, import_module("trackio").finish, Exception)
 
     @staticmethod
@@ -159,10 +173,15 @@ def kept(
     write: Callable[[], None],
     errors: type[Exception] = OSError,
 ) -> bool:
-    """Write what a flag asks for, and return whether that went well. If not, say so on stderr and
-    in `lost`, and go on: the run is worth more.
+    """Write an output and return whether it succeeded. A failure does not end the run: it is
+    reported on stderr and stored in `lost`.
 
-    step: after which it is written, None at the end. errors: that are caught.
+    Args:
+        flag: flag of the output.
+        step: step after which it is written. None: at the end of the run.
+        lost: see `Metrics`.
+        write: writes the output.
+        errors: exceptions to catch.
     """
     try:
         write()
@@ -179,12 +198,12 @@ def kept(
 
 
 def append_line(path: Path, line: bytes) -> None:
-    """Append a line to a file, whole or not at all."""
+    """Append a line to a file atomically: on an error, a partial line is removed."""
     with open(path, "ab", buffering=0, opener=open_at_once) as file:
         before = os.fstat(file.fileno())
         try:
             written = file.write(line)
-            if written < len(line):  # the next byte finds no room
+            if written < len(line):  # this write raises the error
                 file.write(line[written:])
         except OSError:
             if stat.S_ISREG(before.st_mode):
@@ -193,9 +212,9 @@ def append_line(path: Path, line: bytes) -> None:
 
 
 def _open_board(directory: Path, step: int):
-    """Open TensorBoard's files. Their thread tells what it could not write to who writes next, and
-    prints no traceback of its own."""
-    from torch.utils.tensorboard import SummaryWriter  # seconds, and much memory
+    """Open TensorBoard's files. An OSError in its writer thread is raised by the next write, and
+    the thread prints no traceback."""
+    from torch.utils.tensorboard import SummaryWriter  # the import takes seconds and much memory
 
     usual = threading.excepthook
 
@@ -209,25 +228,25 @@ def _open_board(directory: Path, step: int):
 
 
 def _open_wandb(project: str, run: str | None, settings: dict | None):
-    """Open a run in a project of Weights & Biases: a new one, or the one of an id."""
-    wandb: Any = import_module("wandb")  # of an extra
+    """Open a run in a project of Weights & Biases: a new run, or the run with an id."""
+    wandb: Any = import_module("wandb")  # optional dependency
     try:
         opened = wandb.init(project=project, id=run, resume="allow", config=settings)
-    except wandb.Error as error:  # there is no login, or no connection, say
+    except wandb.Error as error:  # for example, no login or no connection
         raise UserError(
             f"--wandb {project}: {error}; WANDB_MODE=offline needs no connection", exit_code=1
         ) from error
-    # Their own count of steps refuses to go back to where a checkpoint was.
+    # The built-in step of wandb cannot return to the step of a checkpoint.
     opened.define_metric("*", step_metric="step")
     return opened
 
 
 def _open_trackio(project: str, run: str | None, settings: dict | None):
-    """Open a run in a project of trackio: a new one, or the one of a name."""
-    trackio: Any = import_module("trackio")  # of an extra
+    """Open a run in a project of trackio: a new run, or the run with a name."""
+    trackio: Any = import_module("trackio")  # optional dependency
     try:
         return trackio.init(project, name=run, resume="allow", config=settings, embed=False)
-    except Exception as error:  # its own, and those of the Hugging Face hub
+    except Exception as error:  # errors of trackio and of the Hugging Face hub
         raise UserError(f"--trackio {project}: {error}", exit_code=1) from error
 
 
@@ -235,10 +254,14 @@ def _open_trackio(project: str, run: str | None, settings: dict | None):
 def traced_steps(
     directory: Path | None, steps: tuple[int, int], rank: int, lost: dict[str, str] | None = None
 ):
-    """Yield what to call after each step. The first and last of `steps`, counted from 1, and those
-    between are traced by torch.profiler, into directory/rank_N.json.gz.
+    """Trace steps with torch.profiler into directory/rank_N.json.gz. Yield a function to call after
+    each step.
 
-    lost: see Metrics.
+    Args:
+        directory: output directory. None: no trace.
+        steps: first and last step to trace, counted from 1.
+        rank: this rank, N.
+        lost: see `Metrics`.
     """
     if not directory:
         yield lambda: None
@@ -262,10 +285,13 @@ def traced_steps(
 
 
 class StepLines:
-    """Makes lines such as "step 20/700  loss 3.1  ...  1:05 left", one every `interval` steps.
+    """Formats lines such as "step 20/700  loss 3.1  ...  1:05 left", one every `interval` steps.
 
-    step: where the run starts; steps: where it ends. mfu: of one token a second; None where it is
-    not known.
+    Args:
+        step: step at which the run starts.
+        steps: step at which the run ends.
+        interval: steps between lines.
+        mfu: MFU at a rate of one token per second. None: unknown.
     """
 
     def __init__(self, step: int, steps: int, interval: int, mfu: float | None = None):
@@ -278,8 +304,16 @@ class StepLines:
         return clock(time.perf_counter() - self.start)
 
     def line(self, step: int, tokens: int, loss: float, norm: float, lr: float) -> str | None:
-        """Return the line of a step, of so many tokens, or None if it is not its turn. The first
-        and the last have one."""
+        """Return the line of a step, or None between intervals. The first and the last step always
+        have a line.
+
+        Args:
+            step: number of the step.
+            tokens: number of tokens in the step.
+            loss: loss of the step.
+            norm: norm of the gradient.
+            lr: learning rate.
+        """
         self.tokens += tokens
         if step % self.interval and step not in (self.first + 1, self.steps):
             return None

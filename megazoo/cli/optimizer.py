@@ -1,4 +1,4 @@
-"""The optimizer that the settings name."""
+"""Create the optimizer of a run."""
 
 from megazoo.cli.options import Options
 from megazoo.models.base import Model
@@ -8,7 +8,7 @@ from megazoo.optim.muon import Muon
 
 
 def make_optimizer(options: Options, model: Model) -> AdamW:
-    """Make the optimizer that the settings name."""
+    """Create the optimizer selected by the settings."""
     training, chosen, zero = options.training, options.optimizer, options.parallel.zero
     adamw = {"betas": (chosen.beta1, chosen.beta2), "weight_decay": chosen.weight_decay}
     loss_scale = LossScale(

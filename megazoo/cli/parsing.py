@@ -1,4 +1,4 @@
-"""The training program's command line and TOML file, and what the tools that open a model take."""
+"""Command line and TOML file of the training program, and arguments of tools that open a model."""
 
 import importlib.util
 import os
@@ -24,20 +24,23 @@ from megazoo.environment import world_size
 from megazoo.errors import UserError
 from megazoo.files import brief, regular_file
 
-# Settings that take each other's place: the usual one, and the other.
+# Mutually exclusive settings: the usual one, and the alternative.
 EITHER_OR = (("steps", "epochs"), ("data", "mock_data"))
-ONE_START = ("config", "dry_run", "print_config")  # flags that no file has
-LARGEST_FILE = 1 << 20  # bytes of settings
+ONE_START = ("config", "dry_run", "print_config")  # flags that are not valid in a file
+LARGEST_FILE = 1 << 20  # maximum size of a settings file in bytes
 
 
 @dataclass
 class CommandLine:
-    """The settings that a start of the training program is given: those of its command line, over
-    those of the TOML file that its --config names.
+    """The settings of a start of the training program, from its command line and its --config file.
 
-    words: the command line. parsed: the settings of both, nothing filled in that follows from
-    others. file: those of the TOML file. flags: on the command line, by the names of settings;
-    no_x of one that is turned off.
+    The command line overrides the file.
+
+    Attributes:
+        words: words of the command line.
+        parsed: settings of both, without derived defaults.
+        file: settings of the TOML file.
+        flags: names of the settings on the command line; no_x for --no-x.
     """
 
     words: list[str]
@@ -47,8 +50,12 @@ class CommandLine:
 
     @classmethod
     def read(cls, words: list[str], description: str = "", kind: type = Options) -> "CommandLine":
-        """Read a command line and its file, which may be a pipe, once. See `parse_flags`. kind:
-        `Options`, or a class that adds to it."""
+        """Read a command line and its --config file, which may be a pipe.
+
+        Args:
+            words, description: see `parse_flags`.
+            kind: `Options` or a subclass.
+        """
         name = _value_of("--config", words)
         file, is_pipe = _toml_settings(name) if name else ({}, False)
         file = typed_settings(Options, file, name or "", words=True)
@@ -62,16 +69,17 @@ class CommandLine:
         return line
 
     def options(self, resumed: dict | None = None, origin: str = "the checkpoint") -> Options:
-        """Return the settings, each checked. The arguments are those of `merged`."""
+        """Return the validated settings. For the arguments, see `merged`."""
         options = self.merged(resumed, origin)
         check_values(options)
         return options
 
     def merged(self, resumed: dict | None = None, origin: str = "the checkpoint") -> Options:
-        """Return the settings as they are given; what depends on the model is None.
+        """Return the settings of the user. Settings that depend on the model are None.
 
-        resumed: `settings_to_resume` of the run that is resumed, below those that are given.
-        origin: the file that has them, for errors.
+        Args:
+            resumed: `settings_to_resume` of the resumed run. Settings of the user override them.
+            origin: file of the resumed settings, for error messages.
         """
         resumed = typed_settings(Options, resumed or {}, origin)
         for name, value in resumed.items():
@@ -84,8 +92,10 @@ class CommandLine:
         return options
 
     def _below_flags(self, resumed: dict) -> dict:
-        """Return the settings of a checkpoint and, over them, of the file, without those of which
-        another takes the place."""
+        """Return the settings of a checkpoint, overridden by those of the file.
+
+        Settings are dropped if the user set a mutually exclusive one.
+        """
         below = {**resumed, **self.file}
         for pair in EITHER_OR:
             usual, other = pair
@@ -93,7 +103,7 @@ class CommandLine:
             given = given or [name for name in pair if self.file.get(name)]
             if len(given) > 1:
                 raise UserError(f"give {usual} or {other.replace('_', '-')}, not both")
-            if given or below.get(other):  # what is given further below doesn't count
+            if given or below.get(other):  # settings of lower precedence are ignored
                 below.pop(other if given == [usual] else usual, None)
         return below
 
@@ -173,7 +183,7 @@ def run_file(file: Path) -> None:
 
 
 def _value_of(flag: str, arguments: list[str]) -> str | None:
-    """The last value of a flag in a command line."""
+    """Return the last value of a flag in a command line."""
     value = None
     for index, argument in enumerate(arguments):
         if argument == flag and index + 1 < len(arguments):
@@ -194,8 +204,8 @@ def _settings_in(file: str) -> tuple[bytes, bool]:
 
 
 def _toml_settings(file: str) -> tuple[dict, bool]:
-    """Return the settings of a TOML file, by the names of the flags with underscores, and whether
-    the file is a pipe."""
+    """Return the settings of a TOML file, and whether the file is a pipe. Keys are the names of
+    flags with underscores."""
     known = settings_of(Options)
     for name in ONE_START:
         known.pop(name)

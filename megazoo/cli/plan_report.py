@@ -1,4 +1,4 @@
-"""The plan of a run from its settings, and as text."""
+"""Plan a run from its settings, and format the plan as text."""
 
 from megazoo.cli.options import Options, default_dtype
 from megazoo.cli.rules import parse_stage_layers
@@ -34,7 +34,7 @@ PLAN_COLUMNS = [
 
 
 def adapters_of(settings: Settings) -> LoRASettings | None:
-    """Return what adapters a run has, those of a PEFT directory included; None without."""
+    """Return the LoRA settings of a run, also from a PEFT directory. None: no adapters."""
     directory, known = settings.options.lora.lora_load, settings.weights.settings
     if known or not directory:
         return known
@@ -42,8 +42,12 @@ def adapters_of(settings: Settings) -> LoRASettings | None:
 
 
 def planned_run(options: Options, device: str) -> PlannedRun:
-    """Return what a plan needs to know of a run. options: with their defaults filled in. device:
-    "cuda" or "cpu"."""
+    """Return the properties of a run that a plan needs.
+
+    Args:
+        options: settings, with all defaults.
+        device: "cuda" or "cpu".
+    """
     training, parallel = options.training, options.parallel
     return PlannedRun(
         micro_batch_size=training.micro_batch_size,

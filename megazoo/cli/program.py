@@ -1,4 +1,4 @@
-"""How a program runs: its help, and how it ends; a user's mistake is told in one line."""
+"""Run programs: print their help, their errors in one line, and set their exit codes."""
 
 import os
 import signal
@@ -21,22 +21,22 @@ from megazoo.errors import Advice, UserError
 from megazoo.files import reason_of
 from megazoo.terminal import print_error
 
-# Seconds that other ranks wait before they print a mistake: one that all have found is printed by
-# rank 0, and the launcher ends the others meanwhile.
+# Seconds that other ranks wait before they print an error. If all ranks found it, rank 0 prints it
+# and the launcher ends the others in this time.
 REPORT_DELAY = 10.0
 
 
 def run_script(name: str, *arguments: str) -> NoReturn:
-    """Run a command as a script of a clone, with these arguments before those of the command line,
-    and exit."""
+    """Run a command as a script of a clone, and exit. `arguments` precede those of the command
+    line."""
     run_command(command_named(name), [*arguments, *sys.argv[1:]])
 
 
 def run_command(command: Command, arguments: list[str]) -> NoReturn:
-    """Run a command with these words of a command line, and exit."""
+    """Run a command with these arguments, and exit."""
     sys.argv[1:] = [*command.arguments, *arguments]
     if command.name == "pretrain" and arguments in (["--help"], ["-h"]):
-        text = documentation(command)  # without torch, whose import takes seconds
+        text = documentation(command)  # without importing torch, which takes seconds
         run_program(lambda words: parse_flags(Options, words, text))
     run_program(lambda words: import_module(command.module).main(words))
     sys.exit(0)
@@ -44,17 +44,17 @@ def run_command(command: Command, arguments: list[str]) -> NoReturn:
 
 @contextmanager
 def _alone_if_it_fails():
-    """Have a process that fails within end at once: it does not wait for other ranks to end."""
+    """On an error, let this process exit immediately instead of waiting for other ranks."""
     try:
         yield
     except BaseException:
-        if ending := sys.modules.get("megazoo.parallel.ending"):  # which would load torch
+        if ending := sys.modules.get("megazoo.parallel.ending"):  # importing it would load torch
             ending.leave()
         raise
 
 
 def _print_plainly() -> None:
-    """Print advice as a line of its own, and any file's name."""
+    """Print each Advice on a separate line, and escape file names that are not valid text."""
     usual = warnings.formatwarning
 
     def formatted(message, category, filename, lineno, line=None) -> str:
@@ -64,16 +64,16 @@ def _print_plainly() -> None:
 
     warnings.formatwarning = formatted
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):  # a notebook's is not
-            stream.reconfigure(errors="backslashreplace")  # a file's name may be no text
+        if isinstance(stream, TextIOWrapper):  # not in notebooks
+            stream.reconfigure(errors="backslashreplace")  # for invalid file names
 
 
 @_alone_if_it_fails()
 def run_program(main: Callable[[list[str]], None]) -> None:
-    """Run main(arguments) and exit: 0, or after one line on stderr for a mistake, with a
-    UserError's exit code, else 1. Of a bug, the traceback is printed, too.
+    """Run main(arguments), print an error in one line on stderr, and set the exit code.
 
-    A mistake that all ranks find is printed by rank 0; the launcher ends the others, which wait.
+    The exit code is that of a UserError, otherwise 1. For a bug, the traceback is also printed. If
+    all ranks find an error, rank 0 prints it. The others wait, and the launcher ends them.
     """
     _print_plainly()
     try:
@@ -91,12 +91,12 @@ def run_program(main: Callable[[list[str]], None]) -> None:
         sys.exit(130)
     except Exception as error:
         lost = _lost_output()
-        if isinstance(lost or error, BrokenPipeError):  # of `| head`, say, which has read enough
+        if isinstance(lost or error, BrokenPipeError):  # for example `| head`
             sys.exit(128 + signal.SIGPIPE)
         if lost:
             _end(f"standard output: {reason_of(lost)}")
         if is_of_network(error):
-            # gloo says so of a peer that ended; what that one prints comes first.
+            # gloo raises this error when a peer ended. Let the peer print its message first.
             if "Connection" in str(error):
                 time.sleep(REPORT_DELAY)
             raise
@@ -107,8 +107,8 @@ def run_program(main: Callable[[list[str]], None]) -> None:
 
 
 def _end(line: str, exit_code: int = 1) -> NoReturn:
-    """Print why the program ends, on ranks above 0 after a moment, and exit."""
-    rank = os.environ.get("RANK", "")  # as it stands: it may be what is wrong
+    """Print an error and exit. Ranks above 0 wait for REPORT_DELAY first."""
+    rank = os.environ.get("RANK", "")  # not validated: it may be the error
     if rank.isdecimal() and rank.strip("0"):
         time.sleep(REPORT_DELAY)
     line = " ".join(line.split())
@@ -117,8 +117,8 @@ def _end(line: str, exit_code: int = 1) -> NoReturn:
 
 
 def _lost_output() -> OSError | None:
-    """Return why what was printed can't be written, if it can't. Python's end does not try again
-    then."""
+    """Flush standard output and return the error, if any. After an error, the output goes to
+    /dev/null, so that the exit of Python does not fail too."""
     try:
         sys.stdout.flush()
     except OSError as error:

@@ -1,5 +1,5 @@
-"""What a run leaves behind: lines on the terminal, metrics, traces, checkpoints, and calls of the
-user's own functions; and what ends it early."""
+"""Record a run: lines on the terminal, metrics, traces, checkpoints and callbacks. Also handle
+signals and errors that end a run early."""
 
 import math
 import uuid
@@ -32,19 +32,26 @@ from megazoo.parallel.failure import propagate_errors
 from megazoo.parallel.timing import Stopwatch
 from megazoo.terminal import print_rank_0
 
-# What an evaluation is called in the metrics.
+# Prefix of the names of an evaluation's metrics.
 KEYS = {"validation": "eval", "test": "test"}
 
 
 class Recorder:
-    """Records the steps and the evaluations of a run, and saves it. All ranks enter it together.
+    """Records the steps and evaluations of a run, and saves checkpoints.
 
-    Within, a rank that fails ends all with its message; ranks that no longer answer are named; and
-    Ctrl-C, SIGTERM and SIGUSR1 are noted. Only what notes them is entered before the saver, which
-    is left after all else: whatever fails, the last checkpoint is then on disk.
+    It is a context manager that all ranks enter together. Inside it:
 
-    step: the last that was recorded. losses: the last of training, validation and test. stopped_by:
-    the name of the signal that ends the run.
+    - an error on one rank ends all ranks with its message;
+    - ranks that do not respond are named on stderr;
+    - Ctrl-C, SIGTERM and SIGUSR1 request the end of the run.
+
+    The saver is closed after everything except the signal handlers. So the last checkpoint is on
+    disk after any error.
+
+    Attributes:
+        step: last recorded step.
+        losses: last losses of training, validation and test.
+        stopped_by: name of the signal that ends the run.
     """
 
     def __init__(self, run: Run, model: Model, optimizer: AdamW):
@@ -53,11 +60,11 @@ class Recorder:
         self.stopped_by: str | None = None
         self.consumed_samples = run.state["consumed_samples"]
         self.consumed_tokens = run.state["consumed_tokens"]
-        # A checkpoint of an older version has none: then its steps count as another run's.
+        # Checkpoints of older versions have no id: their steps are treated as those of another run.
         self.run_id = run.state.get("run") or uuid.uuid4().hex
         self.loss_scale = scale_of(optimizer)
         training, log, attached = run.options.training, run.options.logging, model.attached
-        # FLOPs that a token takes of each rank, and FLOP/s that its device has at most
+        # FLOPs per token and rank, and peak FLOP/s of the device
         flops = flops_per_token(run.config, training.seq_length, training.train_only, attached)
         self.token_flops = flops / model.ctx.world_size
         self.peak = log.peak_tflops * 1e12 if log.peak_tflops else peak_flops(model.ctx.device)
@@ -76,8 +83,8 @@ class Recorder:
             after=lambda step, path: callbacks.after_save(step, path, self.model),
         )
         with ExitStack() as stack:
-            # A launcher that ends the job must cut short neither the saver nor the ranks that tell
-            # why.
+            # First, so that a launcher's SIGTERM interrupts neither the saver nor the ranks that
+            # report an error.
             self.signals = stack.enter_context(StopSignal(ctx))
             self.saver = stack.enter_context(saver)
             stack.enter_context(naming_absent_ranks(ctx))
@@ -96,8 +103,18 @@ class Recorder:
         return self._stack.__exit__(*failure)
 
     def log_step(self, step: int, loss: float, norm: float, tokens: int, watch: Stopwatch) -> None:
-        """Record a step that has trained on so many tokens. norm: of the gradient, before clipping.
-        UserError if the run has diverged."""
+        """Record a training step.
+
+        Args:
+            step: number of the step.
+            loss: its loss.
+            norm: norm of the gradient before clipping.
+            tokens: number of tokens in the step.
+            watch: measured times of the step.
+
+        Raises:
+            UserError: the run has diverged.
+        """
         self.traced()
         self.step, self.losses["training"] = step, loss
         self.consumed_samples += self.run.options.training.global_batch_size
@@ -118,8 +135,15 @@ class Recorder:
     def log_evaluation(
         self, step: int, name: str, loss: float, measures: dict[str, float] | None = None
     ) -> None:
-        """Record the loss of an evaluation after a step. name: validation or test. measures: what
-        else is told of a classifier, by name; of a language model it is the perplexity."""
+        """Record an evaluation after a step.
+
+        Args:
+            step: number of the step.
+            name: validation or test.
+            loss: loss of the evaluation.
+            measures: further metrics of a classifier. For a language model the perplexity is
+                recorded instead.
+        """
         self.losses[name] = loss
         measures = measures or {}
         kept = measures if self.run.labels else {"perplexity": math.exp(min(loss, 700.0))}
@@ -133,12 +157,12 @@ class Recorder:
         callbacks.after_evaluation(step, values, self.model)
 
     def stop_requested(self) -> bool:
-        """Whether any rank was sent a signal to stop; all ranks ask together, once a step."""
+        """Return whether any rank received a signal to stop. All ranks call it once per step."""
         self.stopped_by = self.signals.agreed()
         return self.stopped_by is not None
 
     def save(self, step: int, batches: Batches) -> None:
-        """Save a checkpoint, if --save asks for any. batches: of training."""
+        """Save a checkpoint, if --save is set. batches: the training batches."""
         keep = self.run.options.checkpoint
         if not keep.save:
             return
@@ -156,15 +180,17 @@ class Recorder:
         self.saver.save(step, trainer, may_fail=may_fail)
 
     def _record(self, step: Step) -> None:
-        """Add a line to --record, if there is one that can be written."""
+        """Append a line to --record, if it is set and writable."""
         if self.record and not kept(
             "--record", step.step, self.metrics.lost, lambda: record_step(self.record, step)
         ):
             self.record = None
 
     def _check_convergence(self, loss: float, norm: float) -> None:
-        """Refuse to go on from a loss or a gradient that is not finite. A gradient may overflow
-        where a smaller loss scale can mend it."""
+        """Raise UserError for a loss or gradient that is not finite.
+
+        Gradients may overflow while the loss scale can still decrease.
+        """
         before = self.loss_scale
         self.loss_scale = scale_of(self.optimizer)
         diverged = not math.isfinite(norm) and not (self.optimizer.skipped and before > 1)
@@ -176,7 +202,7 @@ class Recorder:
             )
 
     def _values(self, loss: float, norm: float, tokens: int, watch: Stopwatch) -> dict:
-        """The numbers of a step's line in the metrics. Times are in seconds, memory is in bytes."""
+        """Return the metrics of a step. Times are in seconds, memory is in bytes."""
         optimizer = self.optimizer
         speed = self.token_flops * tokens / watch.seconds
         values = {
@@ -201,7 +227,7 @@ class Recorder:
 
 
 def _with_positions(fingerprints: list[dict], batches: Batches, consumed: int) -> list[dict]:
-    """Return the fingerprints of the sources, with where the streamed ones go on."""
+    """Return the fingerprints of the sources, with the positions of streamed sources."""
     positions = batches.positions(consumed) or [None] * len(fingerprints)
     return [
         {**source, "position": position} if position else source
@@ -210,12 +236,12 @@ def _with_positions(fingerprints: list[dict], batches: Batches, consumed: int) -
 
 
 def scale_of(optimizer: AdamW) -> float:
-    """Return the loss scale of the next step: 1 without one."""
+    """Return the loss scale of the next step; 1 without loss scaling."""
     return optimizer.loss_scale.value if optimizer.loss_scale else 1.0
 
 
 def _open_metrics(run: Run, ctx: ParallelContext) -> Metrics:
-    """Open the metrics of rank 0; the other ranks have none."""
+    """Open the metrics on rank 0. Other ranks write no metrics."""
     if not is_rank_zero():
         return Metrics()
     log = run.options.logging

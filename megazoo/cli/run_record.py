@@ -1,7 +1,7 @@
-"""Records of runs: what another needs to repeat one, and the losses that are to come out.
+"""Records of runs: everything needed to repeat a run, and its losses.
 
-A record is a directory with two files that can be read as they are: record.json, and steps.jsonl
-with a line for each step. `megazoo check run` runs the first steps again, and compares.
+A record is a directory with two text files: record.json, and steps.jsonl with one line per step.
+`megazoo check run` repeats the first steps and compares.
 """
 
 import hashlib
@@ -49,14 +49,13 @@ Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Size = Annotated[int, Meta(ge=1, le=2**20)]
 Sha256 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 Text = Annotated[str, Meta(max_length=100_000)]
-# Settings of what a run writes and prints, where it runs, and which file it read: not of what it
-# computes.
+# Settings that do not affect the computation: outputs of the run, devices, and the settings file.
 BESIDE = (
     "save save_interval async_save keep_last on_save_error verify log_interval eval_interval "
     "eval_steps metrics tensorboard wandb trackio peak_tflops profile profile_steps record "
     "timeout device data_workers config import dp dry_run print_config"
 ).split()
-# What a run that goes on may have otherwise: where it ends, and what its checkpoint carries.
+# Settings that a resumed run may change: its end, and settings stored in its checkpoint.
 CARRIED = "steps epochs tokenizer".split()
 LAYOUT = (
     "tp pp virtual_pp cp cp_method stage_layers sequence_parallel schedule zero offload_optimizer"
@@ -65,7 +64,7 @@ LAYOUT = (
 
 @dataclass
 class InputFile:
-    """A file that a run reads. kind: data, tokenizer, weights or import. name: without its
+    """A file that a run reads. kind: data, tokenizer, weights or import. name: file name without
     directory."""
 
     kind: Text
@@ -79,8 +78,12 @@ class InputFile:
 
 @dataclass
 class Resumed:
-    """A later start of a run. step: after which it went on. changes: what was not as before, a line
-    each."""
+    """A resumption of a run.
+
+    Attributes:
+        step: last step before it.
+        changes: one line for each change since the record began.
+    """
 
     step: Count
     changes: list[Text]
@@ -88,13 +91,22 @@ class Resumed:
 
 @dataclass
 class Recorded:
-    """What record.json says.
+    """The contents of record.json.
 
-    command: as it was typed. settings: those that decide what is computed, by their flags' names
-    with underscores, all that follow from others filled in. config: the model's. dp: of the layout,
-    whose other sizes are settings. first_step: after which it begins. inputs: where the files were,
-    by their kinds. files: their checksums. versions, machine: told where a run differs. run: its
-    id. resumed: the later starts that went on from a checkpoint.
+    Attributes:
+        format: version of the format.
+        run: id of the run.
+        command: the command line as typed.
+        family: model family.
+        config: config of the model.
+        settings: all settings that determine the computation, including defaults. Keys are the
+            flags' names with underscores.
+        dp: data-parallel size. The other sizes of the layout are settings.
+        first_step: step after which the record begins.
+        inputs: locations of the input files, by kind.
+        files: checksums of the input files.
+        versions, machine: software versions and hardware, printed if a repeated run differs.
+        resumed: later starts of the run from a checkpoint.
     """
 
     format: Annotated[int, Meta(ge=FORMAT, le=FORMAT)]
@@ -114,7 +126,7 @@ class Recorded:
 
 @dataclass
 class Step:
-    """A line of steps.jsonl. grad_norm: before clipping; None of a step that was skipped."""
+    """A line of steps.jsonl. grad_norm: before clipping; None if the step was skipped."""
 
     step: Count
     loss: float | None = None
@@ -126,13 +138,13 @@ class Step:
 
 
 def shown(text: str) -> str:
-    """Write a text of a record so that a terminal shows it, and does nothing else, in one line."""
+    """Make a text safe for one line of a terminal: printable and at most 100 characters."""
     text = "".join(character if character.isprintable() else "?" for character in text)
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
 def inputs_of(run) -> dict[str, list[str]]:
-    """Return where the files are that a run reads, by their kinds."""
+    """Return the locations of a run's input files, by kind."""
     imported = run.options.model.import_
     return {
         "data": list(run.sources.names),
@@ -143,15 +155,15 @@ def inputs_of(run) -> dict[str, list[str]]:
 
 
 def directories_of(weights: Weights, lora_load: Path | None) -> list[str]:
-    """Return where the weights are that a run begins with."""
+    """Return the locations of the weights with which a run starts."""
     paths = [source.path for source in (weights.base, weights.adapters) if source]
-    if lora_load and not weights.adapters:  # PEFT's
+    if lora_load and not weights.adapters:  # a PEFT adapter
         paths.append(named_directory(lora_load))
     return [str(path) for path in paths]
 
 
 def checksums(inputs: dict[str, list[str]]) -> list[InputFile]:
-    """Return the size and SHA-256 of every file that a run reads. inputs: of `inputs_of`."""
+    """Return the size and SHA-256 of each input file of a run. inputs: from `inputs_of`."""
     found = []
     for name in inputs["data"]:
         found += [_of_path("data", label, path) for label, path in _data_files(name)]
@@ -174,7 +186,7 @@ def checksums(inputs: dict[str, list[str]]) -> list[InputFile]:
 
 
 def _data_files(name: str) -> Iterable[tuple[str, Path]]:
-    """Yield the files of a source of data, each with the name that a record has for it."""
+    """Yield the files of a data source, each with its name in the record."""
     if name == "mock":
         return
     if name == "stdlib":
@@ -200,7 +212,7 @@ def _of_path(kind: str, name: str, path: Path) -> InputFile:
 
 
 def changed_files(then: list[InputFile], now: list[InputFile]) -> list[str]:
-    """Return a line for each file that is not as it was, missing, or new."""
+    """Return a line for each changed, missing or new file."""
     before, after = _numbered(then), _numbered(now)
     lines = []
     for key, old in before.items():
@@ -215,7 +227,7 @@ def changed_files(then: list[InputFile], now: list[InputFile]) -> list[str]:
 
 
 def _numbered(files: list[InputFile]) -> dict[tuple[str, str, int], InputFile]:
-    """Return files by kind, name, and how many of that name came before: a blend may have two."""
+    """Return files by kind, name and occurrence: a blend may contain a name twice."""
     found, seen = {}, Counter()
     for file in files:
         found[file.kind, file.name, seen[file.kind, file.name]] = file
@@ -224,7 +236,7 @@ def _numbered(files: list[InputFile]) -> dict[tuple[str, str, int], InputFile]:
 
 
 def settings_of_run(run, ctx) -> dict:
-    """Return the settings that decide what a run computes, all filled in."""
+    """Return all settings that determine the computation of a run, including defaults."""
     options = run.options
     values = options.values
     values["sequence_parallel"] = ctx.sequence_parallel
@@ -238,11 +250,11 @@ def settings_of_run(run, ctx) -> dict:
         values["data"] = None
     kept = {name: value for name, value in values.items() if name not in BESIDE}
     there = {name: value for name, value in kept.items() if value is not None}
-    return json.loads(json.dumps(there, default=str))  # of paths
+    return json.loads(json.dumps(there, default=str))  # for paths
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of what decides how numbers are computed."""
+    """Return the versions of the software that determines the results."""
     found = {"python": platform.python_version(), "torch": torch.__version__}
     found |= {"numpy": np.__version__, "source": _source_checksum()}
     try:
@@ -250,9 +262,9 @@ def versions() -> dict[str, str]:
     except importlib.metadata.PackageNotFoundError:
         found["megazoo"] = "not installed"
     try:
-        _git("ls-files", "--error-unmatch", Path(__file__).name)  # else it is another's repository
+        _git("ls-files", "--error-unmatch", Path(__file__).name)  # fails in another repository
         found["commit"] = _git("describe", "--always", "--dirty")
-    except (OSError, subprocess.SubprocessError):  # it is installed, or there is no git
+    except (OSError, subprocess.SubprocessError):  # megazoo is installed, or git is missing
         pass
     return found
 
@@ -264,12 +276,12 @@ def _git(*words: str) -> str:
 
 
 def machine(ctx) -> dict[str, str]:
-    """Return what the ranks run on."""
+    """Return a description of the hardware."""
     processor = platform.processor() or platform.machine()
     try:
         told = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
         processor = told[1] if told else processor
-    except OSError:  # of another system
+    except OSError:  # not Linux
         pass
     found = {"processor": processor, "cores": str(os.cpu_count()), "system": platform.system()}
     found |= {"threads": str(torch.get_num_threads()), "device": ctx.device.type}
@@ -279,8 +291,7 @@ def machine(ctx) -> dict[str, str]:
 
 
 def _source_checksum() -> str:
-    """Return the SHA-256 of the files of this library, by which two copies can be told
-    apart."""
+    """Return the SHA-256 of the source files of this library."""
     root, digest = Path(__file__).parents[2], hashlib.sha256()
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(f"{path.relative_to(root).as_posix()}\n".encode() + path.read_bytes())
@@ -288,11 +299,19 @@ def _source_checksum() -> str:
 
 
 def begin_record(directory: Path, run, ctx, run_id: str) -> None:
-    """Write record.json, or, where the run goes on, what is to follow the steps before.
+    """Start the record of a run, or continue it if the run is resumed.
 
-    Where the run goes on from where its record begins, and where torchrun starts it again before
-    its first checkpoint, the record begins anew. UserError if the directory has the record of
-    another run, or can't be written.
+    A resumed run drops later steps from the record. The record is restarted if the run resumes at
+    the record's first step, or if torchrun restarts the run before its first checkpoint.
+
+    Args:
+        directory: directory of the record.
+        run: the run.
+        ctx: parallel context.
+        run_id: id of the run.
+
+    Raises:
+        UserError: the directory holds the record of another run, or cannot be written.
     """
     now = Recorded(
         FORMAT,
@@ -330,14 +349,16 @@ def begin_record(directory: Path, run, ctx, run_id: str) -> None:
 
 
 def _began_so(before: Recorded, steps: list[Step], now: Recorded) -> bool:
-    """Say whether a record is what this run, before it was started again, had written."""
+    """Return whether this run wrote the record before it was restarted."""
     is_same = (before.command, before.settings) == (now.command, now.settings)
     return is_same and all(step.step < now.settings["steps"] for step in steps)
 
 
 def changes_since(before: Recorded, now: Recorded) -> list[str]:
-    """Return a line for each thing that decides what a run computes and is not as it was when the
-    run began. Its weights are those of its checkpoint."""
+    """Return a line for each change since the record began that affects the computation.
+
+    Weights are not compared: a resumed run loads them from its checkpoint.
+    """
     groups = (ParallelOptions, TrainingOptions, OptimizerOptions, DataOptions)
     names = {f.name for group in groups for f in fields(group)} - {*CARRIED, *BESIDE}
     old, new = ({**each.settings, "dp": each.dp} for each in (before, now))
@@ -354,7 +375,7 @@ def changes_since(before: Recorded, now: Recorded) -> list[str]:
 
 
 def different(what: str, then: dict, now: dict) -> list[str]:
-    """Return a line for each name that both have, with another value. what: they are of."""
+    """Return a line for each name in both whose values differ. what: kind of the names."""
     return [
         f"{what} {name}: {_told(then[name])} then, {_told(now[name])} now"
         for name in sorted(then.keys() & now.keys())
@@ -370,7 +391,7 @@ def _told(value: Any) -> str:
 
 
 def record_step(directory: Path, step: Step) -> None:
-    """Append a line to steps.jsonl; OSError if it can't be written."""
+    """Append a line to steps.jsonl. Raises OSError if it cannot be written."""
     append_line(directory / STEPS, f"{_line(step)}\n".encode())
 
 
@@ -380,7 +401,7 @@ def _line(step: Step) -> str:
 
 
 def read_record(directory: Path) -> Recorded:
-    """Return what record.json says; UserError if it is none."""
+    """Return the contents of record.json. Raises UserError if it is missing or invalid."""
     path = directory / RECORD
     if not path.is_file():
         raise UserError(f"{directory} is no record of a run: it has no {RECORD}")
@@ -388,7 +409,7 @@ def read_record(directory: Path) -> Recorded:
 
 
 def read_steps(directory: Path) -> list[Step]:
-    """Return the lines of steps.jsonl; UserError if one of them is none."""
+    """Return the lines of steps.jsonl. Raises UserError if it is missing or a line is invalid."""
     path, steps = directory / STEPS, []
     if not path.is_file():
         raise UserError(f"{directory} is no record of a run: it has no {STEPS}")

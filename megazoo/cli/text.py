@@ -1,17 +1,21 @@
-"""Tables and sizes as text."""
+"""Format tables, ranges and sizes as text."""
 
 from collections.abc import Sequence
 
 
 def without(rows: list[list[str]], *names: str) -> list[list[str]]:
-    """Return the rows of a table without some of its columns; the first row has their names."""
+    """Return the rows of a table without the named columns. The first row contains the names."""
     kept = [index for index, name in enumerate(rows[0]) if name not in names]
     return [[row[index] for index in kept] for row in rows]
 
 
 def table(rows: list[list[str]], left: Sequence[int] = ()) -> list[str]:
-    """Align cells to the right, in columns as wide as they need to be. left: the columns that are
-    aligned to the left instead."""
+    """Return the lines of a table with cells aligned to the right.
+
+    Args:
+        rows: rows of cells.
+        left: columns to align to the left instead.
+    """
     columns = [list(column) for column in zip(*rows, strict=True)]
     to_left = {range(len(columns))[index] for index in left}
     for index, column in enumerate(columns):
@@ -21,7 +25,7 @@ def table(rows: list[list[str]], left: Sequence[int] = ()) -> list[str]:
 
 
 def ranges(numbers: list[int]) -> str:
-    """Write numbers in order as ranges: 0-3,6 for 0, 1, 2, 3, 6."""
+    """Format sorted numbers as ranges: 0-3,6 for 0, 1, 2, 3, 6."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -32,7 +36,7 @@ def ranges(numbers: list[int]) -> str:
 
 
 def size(count: float) -> str:
-    """Write bytes to four digits: 12.34GB."""
+    """Format a number of bytes with four significant digits: 12.34GB."""
     for unit in ("B", "KB", "MB", "GB", "TB"):
         if count < 999.95 or unit == "TB":
             return f"{count:.4g}{unit}"

@@ -1,4 +1,4 @@
-"""Data: from text to the batches of a replica."""
+"""Data: tokenize text, order samples and build the batches of a replica."""
 
 from typing import TYPE_CHECKING
 

@@ -1,5 +1,5 @@
-"""The corpus that every machine has: the source of the Python standard library, about 12 MB of
-text."""
+"""A corpus that exists on every machine: the source of the Python standard library (about 12 MB
+of text)."""
 
 import os
 import sysconfig
@@ -9,13 +9,13 @@ LEFT_OUT = {"test", "tests", "site-packages", "dist-packages"}
 
 
 def standard_library() -> list[bytes]:
-    """Return the standard library's source files, in UTF-8, in the order of their paths. Tests and
-    installed packages are left out."""
+    """Return the standard library's source files, in UTF-8, sorted by path. Tests and installed
+    packages are excluded."""
     return [path.read_bytes() for path in standard_library_files()]
 
 
 def standard_library_files() -> list[Path]:
-    """Return the paths of what `standard_library` reads."""
+    """Return the paths of the files that `standard_library` reads."""
     root, found = Path(sysconfig.get_paths()["stdlib"]), []
     for directory, folders, files in os.walk(root):
         folders[:] = [folder for folder in folders if folder not in LEFT_OUT]

@@ -1,6 +1,6 @@
-"""Chunks of text are encoded as a recipe says, in worker processes or in this one.
+"""Encode chunks of text according to a recipe, in worker processes or in this process.
 
-Nothing here imports torch, so that a worker is small and starts quickly.
+Nothing here imports torch, so workers use little memory and start quickly.
 """
 
 import multiprocessing
@@ -22,21 +22,26 @@ from megazoo.data.text_files import Chunk, is_loose_json, object_of_line
 from megazoo.errors import UserError
 from megazoo.tokenizer import Tokenizer, open_tokenizer
 
-BLANK_LINES = re.compile(rb"\r?\n(?:[^\S\n]*\n)+")  # one or several
+BLANK_LINES = re.compile(rb"\r?\n(?:[^\S\n]*\n)+")  # one or more
 CONVERSATION = ("tokens", "loss_mask")  # the keys of a recipe for conversations
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What the tokens of a corpus depend on.
+    """Everything that determines the tokens of a corpus.
 
-    inputs: files, in order. tokenizer: what opens it. keys: of the JSON objects; the texts of each
-    are written apart. append_eod: each document ends with the tokenizer's end of a document.
-    strict: a line without text is an error. chat_template: the lines are conversations, and
-    CONVERSATION are the keys: see `encode_conversation`. labels: the lines are rows of a
-    classifier, and LABELLED are the keys: see `encode_texts`; the numbers of a label, float64, are
-    written as so many bytes of tokens. paragraphs: a text, no JSONL, is a document per paragraph:
-    blank lines are between them.
+    Attributes:
+        inputs: input files, in order.
+        tokenizer: name or path of the tokenizer, for `open_tokenizer`.
+        keys: keys of the JSON objects. The texts of each key are written to separate files.
+        append_eod: append the tokenizer's end-of-document token to each document.
+        strict: raise an error for a line without text.
+        chat_template: if set, the lines are conversations (see `encode_conversation`) and keys is
+            CONVERSATION.
+        labels: if set, the lines are rows of a classifier (see `encode_texts`) and keys is
+            LABELLED. The float64 numbers of a label are written as tokens of the same total size in
+            bytes.
+        paragraphs: split files that are not JSONL into one document per paragraph, at blank lines.
     """
 
     inputs: tuple[str, ...]
@@ -50,8 +55,14 @@ class Recipe:
 
 
 class Encoded(NamedTuple):
-    """What comes of a chunk: how many documents; by key their tokens, end to end, and the length of
-    each; and bad, the number of each line that has no text, and why."""
+    """The documents of an encoded chunk.
+
+    Attributes:
+        documents: number of documents.
+        tokens: by key, the concatenated tokens of the documents.
+        lengths: by key, the number of tokens of each document.
+        bad: number and error message of each line without text.
+    """
 
     documents: int
     tokens: dict[str, np.ndarray]
@@ -60,7 +71,7 @@ class Encoded(NamedTuple):
 
 
 class Encoder:
-    """Encodes texts and lines of JSONL as a recipe says, into tokens of a dtype."""
+    """Encodes texts and JSONL lines according to a recipe, into tokens of a dtype."""
 
     def __init__(self, recipe: Recipe, dtype: np.dtype):
         self.recipe, self.dtype = recipe, dtype
@@ -68,8 +79,13 @@ class Encoder:
         self.end = np.array([self.tokenizer.eod] if recipe.append_eod else [], dtype)
 
     def encode(self, data: bytes, line: int, json_lines: bool) -> Encoded:
-        """Encode the lines of JSONL in `data`, of which the first has the number `line`; or the
-        one document that `data` is, or the document of each paragraph."""
+        """Encode a chunk: one document per JSONL line, one per paragraph, or a single document.
+
+        Args:
+            data: the bytes of the chunk.
+            line: number of its first line in the file.
+            json_lines: whether the chunk is JSONL.
+        """
         keys = self.recipe.keys
         parts, lengths = {key: [] for key in keys}, {key: [] for key in keys}
         documents, bad = 0, []
@@ -95,7 +111,7 @@ class Encoder:
         return Encoded(documents, tokens, lengths, bad)
 
     def _encode_document(self, text: bytes, json_line: bool) -> list[np.ndarray]:
-        """Return the tokens of each of the recipe's keys. Raises what JSON and tokenizers raise."""
+        """Return the tokens of each key of the recipe. Errors of JSON and tokenizers propagate."""
         keys, template = self.recipe.keys, self.recipe.chat_template
         if template is not None:
             pair = encode_conversation(self.tokenizer, object_of_line(text), template)
@@ -103,11 +119,11 @@ class Encoder:
         if self.recipe.labels:
             return self._encode_labelled(object_of_line(text), self.recipe.labels)
         texts = _texts(text, keys) if json_line else [text.decode()] * len(keys)
-        # A special token's name in a document is text.
+        # Names of special tokens in a document are encoded as ordinary text.
         return [self.tokenizer.encode_to_numpy(part, parse_special=False) for part in texts]
 
     def _encode_labelled(self, value: dict, labels: Labels) -> list[np.ndarray]:
-        """Return the ids of an object's text and pair, and its label as tokens."""
+        """Return the ids of an object's text and text_pair, and its label as tokens."""
         if "label" not in value:
             raise ValueError("it has no label")
         label = np.array(labels.numbers(value["label"]), "<f8").view(self.dtype)
@@ -116,7 +132,7 @@ class Encoder:
 
 
 def _texts(line: bytes, keys: tuple[str, ...]) -> list[str]:
-    """Return the texts that the object of a line has under the keys."""
+    """Return the texts of the keys in a JSONL line."""
     value = object_of_line(line)
     for key in keys:
         if not isinstance(value.get(key), str):
@@ -126,10 +142,15 @@ def _texts(line: bytes, keys: tuple[str, ...]) -> list[str]:
 
 @contextmanager
 def encoding_workers(recipe: Recipe, dtype: np.dtype, count: int) -> Iterator[Callable]:
-    """Start so many processes, and give a function that encodes chunks, in order: from an iterator
-    of Chunk to one of (Chunk, Encoded).
+    """Start worker processes and yield a function that encodes chunks.
 
-    Only a few chunks are under way at a time. count 0: chunks are encoded in this process.
+    The function maps an iterator of Chunk to an iterator of (Chunk, Encoded), in the same order. At
+    most about 2 * count chunks are in memory.
+
+    Args:
+        recipe: how to encode.
+        dtype: dtype of the tokens.
+        count: number of processes. 0: encode in this process.
     """
     if not count:
         yield _encode_here(Encoder(recipe, dtype))
@@ -138,7 +159,7 @@ def encoding_workers(recipe: Recipe, dtype: np.dtype, count: int) -> Iterator[Ca
     with ProcessPoolExecutor(count, spawn, _start_worker, (recipe, dtype)) as pool:
         try:
             yield _encode_in(pool, recipe, most_waiting=2 * count)
-        except BrokenProcessPool as error:  # of a result, or where one is asked for
+        except BrokenProcessPool as error:  # from a result, or from submit
             raise UserError(
                 "a worker died (out of memory?): the same command goes on where it stood",
                 exit_code=1,
@@ -170,7 +191,7 @@ def _encode_in(pool: ProcessPoolExecutor, recipe: Recipe, most_waiting: int) -> 
     return encode
 
 
-_encoder: Encoder | None = None  # of a worker process, from its start
+_encoder: Encoder | None = None  # set when a worker process starts
 
 
 def _start_worker(recipe: Recipe, dtype: np.dtype) -> None:

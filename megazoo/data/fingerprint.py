@@ -1,8 +1,7 @@
-"""Fingerprints of the sources of data, kept in checkpoints, so that a resumed run can tell which
-have changed.
+"""Fingerprints of data sources. Checkpoints store them, so that a resumed run detects changed data.
 
-A fingerprint takes milliseconds whatever a file's size: of a long file only blocks at even
-distances are read. Nothing here imports torch.
+A fingerprint takes milliseconds for files of any size: only evenly spaced blocks of a long file are
+read. Nothing here imports torch.
 """
 
 import os
@@ -18,15 +17,18 @@ from megazoo.data.indexed import IndexedTokens
 from megazoo.data.labels import Labels
 from megazoo.data.text_files import files_of_stream, is_streamed, is_text
 
-BLOCKS, BLOCK = 64, 4096  # of a file that are read, and the bytes of each
+BLOCKS, BLOCK = 64, 4096  # number of blocks read per file, and bytes per block
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What is kept of a source.
+    """The fingerprint of a source.
 
-    source: as --data names it. bytes: of its files. documents: how many it has. checksum: crc32 of
-    blocks of its files.
+    Attributes:
+        source: the source as passed to --data.
+        bytes: total size of its files.
+        documents: number of documents.
+        checksum: crc32 of blocks of its files.
     """
 
     source: str
@@ -38,8 +40,14 @@ class Fingerprint:
 def fingerprints(
     names: Iterable[str], tokenizer: str, chat_template: str, labels: Labels | None = None
 ) -> list[dict]:
-    """Return the fingerprint of each source, as a dictionary for JSON; of mock data there is
-    nothing to tell. tokenizer, chat_template, labels: as for `cached_tokens`."""
+    """Return the fingerprint of each source as a dictionary for JSON.
+
+    Mock data has only a name.
+
+    Args:
+        names: the sources, as passed to --data.
+        tokenizer, chat_template, labels: see `cached_tokens`.
+    """
     return [asdict(_fingerprint(name, tokenizer, chat_template, labels)) for name in names]
 
 
@@ -78,8 +86,10 @@ def _fingerprint(
 
 
 def sampled_checksum(file: Path, checksum: int = 0, blocks: int = BLOCKS) -> int:
-    """Go on with a crc32 over blocks of a file at even distances, its first and its last among
-    them; a short file is read whole."""
+    """Update a crc32 with evenly spaced blocks of a file, including the first and the last block.
+
+    A short file is read completely.
+    """
     with open(file, "rb") as opened:
         size = os.fstat(opened.fileno()).st_size
         if size <= blocks * BLOCK:
@@ -93,7 +103,7 @@ def sampled_checksum(file: Path, checksum: int = 0, blocks: int = BLOCKS) -> int
 def changes(then: list[dict], now: list[dict]) -> list[str]:
     """Return a line for each source that has changed since its fingerprint was taken.
 
-    One that is in one list alone has not changed.
+    Sources that are in only one of the two lists are ignored.
     """
     lines = []
     for old, new in zip(then, now, strict=False):
@@ -110,7 +120,7 @@ def changes(then: list[dict], now: list[dict]) -> list[str]:
 
 
 def positions_in(then: list[dict], names: Sequence[str]) -> list[dict | None]:
-    """Return where each source goes on that is streamed, as a checkpoint says; None for others."""
+    """Return the checkpoint's position of each streamed source; None for other sources."""
     positions: list[dict | None] = [None] * len(names)
     for number, (old, name) in enumerate(zip(then, names, strict=False)):
         if old.get("position") and is_streamed(name) and _same_source(old, name):
@@ -119,8 +129,11 @@ def positions_in(then: list[dict], names: Sequence[str]) -> list[dict | None]:
 
 
 def _same_source(then: dict, name: str) -> bool:
-    """Return whether a source at the same place in the blend is the one that it was: directories
-    may have been moved, so that only the last part of its path counts, but not of a URL."""
+    """Return whether a source is the same as in the checkpoint, at the same index of the blend.
+
+    Only the file names of paths are compared, because directories may have moved. URLs must be
+    equal.
+    """
     if "://" in name:
         return then["source"] == name
     return Path(then["source"]).name == Path(name).name

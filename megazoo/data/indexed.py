@@ -1,10 +1,9 @@
-"""Token files as Megatron-LM has them: raw tokens in PREFIX.bin, and in PREFIX.idx where each
-sequence is.
+"""Token files in the format of Megatron-LM: PREFIX.bin holds the raw tokens, PREFIX.idx the place
+of each sequence.
 
-Layout of .idx, little-endian, without padding: 9 bytes MMIDIDX\\0\\0; u64 version 1; u8 dtype code;
+Format of .idx, little-endian, without padding: 9 bytes MMIDIDX\\0\\0; u64 version 1; u8 dtype code;
 u64 N, the number of sequences; u64 D, the number of documents + 1; int32[N] lengths in tokens;
-int64[N] byte offsets into .bin; int64[D] index of the first sequence of each document, and N at the
-end.
+int64[N] byte offsets into .bin; int64[D] index of the first sequence of each document, then N.
 """
 
 import os
@@ -21,17 +20,22 @@ from megazoo.files import open_own
 MAGIC = b"MMIDIDX\0\0"
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
-BLOCK = 1024  # sequences whose order is looked at together
-INT32_FROM = 65_500  # tokens: smaller vocabularies are written as uint16
+BLOCK = 1024  # sequences whose order is checked together
+INT32_FROM = 65_500  # vocabulary size: tokens of smaller vocabularies are uint16
 
 
 class IndexedTokens:
     """The sequences of a .bin and .idx pair, mapped into memory.
 
-    prefix: the files' path without its ending. Raises UserError, naming the file, if one is
-    missing, cut short, of floating-point tokens (codes 6 and 7), or if the two don't fit each
-    other. What the index says of a sequence is checked when that is read, so that an index of any
-    size opens in the same time.
+    The place of a sequence is checked when the sequence is read, so the time to open an index does
+    not depend on its size.
+
+    Args:
+        prefix: path of the files without extension.
+
+    Raises:
+        UserError: a file is missing, truncated or has floating-point tokens (dtype codes 6 and 7),
+            or the two files do not match. The message names the file.
     """
 
     def __init__(self, prefix: str | Path):
@@ -51,7 +55,7 @@ class IndexedTokens:
             kind = "floating-point numbers" if code in (6, 7) else "unknown"
             raise UserError(f"{index}: dtype code {code} is of {kind}: tokens are integers")
         needed = HEADER.size + 12 * sequences + 8 * boundaries
-        if len(data) not in (needed, needed + sequences):  # a byte a sequence more, if it has modes
+        if len(data) not in (needed, needed + sequences):  # modes add one byte per sequence
             raise UserError(f"{index} has {len(data)} bytes, but its header needs {needed}")
         parts = np.split(data[HEADER.size : needed], [4 * sequences, 12 * sequences])
         self.lengths, self.offsets, self.documents = (
@@ -80,8 +84,11 @@ class IndexedTokens:
         return self.tokens[slice(*self.place(index))]
 
     def place(self, index: int) -> tuple[int, int]:
-        """Return where a sequence begins and ends in the .bin, in tokens; UserError if it can't be
-        there."""
+        """Return the start and end of a sequence in the .bin file, in tokens.
+
+        Raises:
+            UserError: the index gives a place outside the .bin file.
+        """
         offset, length, item = (
             int(self.offsets[index]),
             int(self.lengths[index]),
@@ -97,7 +104,7 @@ class IndexedTokens:
         return start, start + length
 
     def stream(self, first: int, last: int) -> "Stream":
-        """Return the documents from number `first` until before `last`, end to end."""
+        """Return the concatenated documents from `first` to `last` (exclusive)."""
         first, last = int(self.documents[first]), int(self.documents[last])
         if not 0 <= first <= last <= len(self):
             raise UserError(f"{self.index}: the documents' boundaries are not in order")
@@ -105,11 +112,16 @@ class IndexedTokens:
 
 
 class Stream:
-    """The tokens of sequences that lie end to end in the .bin, to take slices of.
+    """The tokens of sequences that are contiguous in the .bin file. It supports slicing.
 
-    source: has the sequences; those from number `first` until before `last` are taken. start: the
-    first one's place in the .bin, in tokens. Taking a slice raises UserError if the index has no
-    sequences there that lie end to end.
+    Slicing raises UserError if the index has no contiguous sequences in that range.
+
+    Args:
+        source: file pair that contains the sequences.
+        first, last: range of sequences; last is exclusive.
+
+    Attributes:
+        start: place of the first sequence in the .bin file, in tokens.
     """
 
     def __init__(self, source: IndexedTokens, first: int, last: int):
@@ -130,19 +142,19 @@ class Stream:
         return self.slices(np.array([start]), stop - start)[0]
 
     def slices(self, starts: np.ndarray, length: int) -> list[np.ndarray]:
-        """Return the `length` tokens from each start on, which must be there: one or more."""
+        """Return `length` tokens (at least 1) from each start. They must be within the stream."""
         places = (self.start + starts).tolist()
         for start in places:
             self._check(start, start + length)
         return [self.source.tokens[start : start + length] for start in places]
 
     def _check(self, start: int, stop: int) -> None:
-        """Raise UserError unless sequences that lie end to end fill what is between two places in
-        the .bin, in tokens."""
+        """Raise UserError unless contiguous sequences fill the range from start to stop of the .bin
+        file, in tokens."""
         offsets, item = self.source.offsets, self.source.dtype.itemsize
-        # In an index out of order, bisect finds just any sequence that begins before; and the check
-        # sees that those after it don't fill the slice. numpy's search would copy what the header
-        # leaves unaligned.
+        # If the index is not sorted, bisect finds an arbitrary sequence that starts before. The
+        # check below then finds that the sequences after it do not fill the slice.
+        # numpy.searchsorted would copy the offsets, which are unaligned because of the header.
         first = bisect_right(offsets, start * item, self.first, self.last) - 1
         block = first // BLOCK
         while (end := self._end_of(block)) is not None:
@@ -154,8 +166,11 @@ class Stream:
             self._refuse(first, last)
 
     def _end_of(self, block: int) -> int | None:
-        """Return the byte where a block of sequences ends; None if they don't lie end to end, and
-        the next block's first with them, or there is none. Each block is looked at once."""
+        """Return the byte where a block of sequences ends. Each block is checked once.
+
+        None: the block does not exist, or its sequences and the first of the next block are not
+        contiguous.
+        """
         if block not in self._ends:
             first, last = max(self.first, block * BLOCK), min(self.last, (block + 1) * BLOCK)
             in_order = first < last and self._lie_end_to_end(first, min(self.last, last + 1), 0)
@@ -180,9 +195,9 @@ class Stream:
 
 
 def _mapped(path: Path, dtype) -> np.ndarray:
-    """Map a file into memory as an array of dtype, which is empty if the file is.
+    """Map a file into memory as an array of dtype (empty if the file is empty).
 
-    A plain array: slices of a np.memmap cost ten times as much.
+    The result is a plain array: slicing a np.memmap takes ten times as long.
     """
     try:
         return (
@@ -193,17 +208,21 @@ def _mapped(path: Path, dtype) -> np.ndarray:
 
 
 def dtype_for(vocab_size: int) -> np.dtype:
-    """Return the dtype in which tokens of a vocabulary of such a size are written."""
+    """Return the dtype of the written tokens for a vocabulary size."""
     return np.dtype(np.uint16 if vocab_size < INT32_FROM else np.int32)
 
 
 def write_index(
     path: str | Path, lengths: np.ndarray, dtype: np.dtype, documents: np.ndarray | None = None
 ) -> None:
-    """Write the .idx of sequences that lie end to end in the .bin, whole or not at all.
+    """Write the .idx file of sequences that are contiguous in the .bin file, atomically.
 
-    lengths: tokens of each sequence. documents: int64, the first sequence of each document, and the
-    number of sequences at the end; by default each sequence is a document.
+    Args:
+        path: path of the .idx file.
+        lengths: number of tokens of each sequence.
+        dtype: dtype of the tokens.
+        documents: int64, index of the first sequence of each document, then the number of
+            sequences. By default each sequence is a document.
     """
     lengths = np.asarray(lengths, np.int64)
     offsets = np.cumsum(lengths) * dtype.itemsize - lengths * dtype.itemsize

@@ -1,4 +1,4 @@
-"""Data for classifiers: a row has a text, or two, and a label.
+"""Data for classifiers: a row has one or two texts and a label.
 
 Nothing here imports torch, as in `encoding`.
 """
@@ -19,27 +19,32 @@ LABELLED = ("tokens", "pair", "label")  # the keys of a recipe for rows with lab
 REGRESSION = "regression"
 ONE_OF_SEVERAL = "single_label_classification"
 ANY_OF_SEVERAL = "multi_label_classification"
-LARGEST = float(np.finfo(np.float32).max)  # of a label's numbers
+LARGEST = float(np.finfo(np.float32).max)  # absolute value of a number in a label
 
 
 @dataclass(frozen=True)
 class Labels:
-    """What the label of a row is, by a config's num_labels and problem_type, which mean what they
-    do in transformers."""
+    """The format of a row's label, from a config's num_labels and problem_type, which have the same
+    meaning as in transformers."""
 
     num_labels: int
     problem: str
 
     @property
     def width(self) -> int:
-        """Return how many numbers a label is."""
+        """Return the count of numbers in a label."""
         return 1 if self.problem == ONE_OF_SEVERAL else self.num_labels
 
     def numbers(self, label: Any) -> list[float]:
-        """Return the numbers of a label as JSON has it; ValueError if it is none of these labels.
+        """Return the numbers of a label.
 
-        It is an index, a number for a regression of one, or a list with a number for each label: 0
-        or 1, but any for a regression.
+        Args:
+            label: parsed from JSON. An index (single-label classification), a number (regression
+                with one label), or a list with one number per label (0 or 1 for multi-label
+                classification, any number for regression).
+
+        Raises:
+            ValueError: the label does not have this format.
         """
         several = isinstance(label, list)
         numbers = label if several else [label]
@@ -73,16 +78,24 @@ class Labels:
         return generator.integers(most, size=self.width).astype(np.float64)
 
     def typed(self, numbers: np.ndarray) -> np.ndarray:
-        """Return the label that a model takes: int64 [] of float64 [width] if it is an index, else
-        float32 [width]."""
+        """Convert the numbers of a label, float64 [width], to the model's input.
+
+        It is int64 [] if the label is an index, otherwise float32 [width].
+        """
         if self.problem == ONE_OF_SEVERAL:
             return numbers[0].astype(np.int64)
         return numbers.astype(np.float32)
 
 
 def labels_of(num_labels: int, problem: str | None, first_label: Any = None) -> Labels:
-    """Return what labels are: of the problem, or else of what transformers takes it for, by their
-    number and by the first of them, as JSON has it."""
+    """Return the format of labels.
+
+    Args:
+        num_labels: number of labels.
+        problem: problem_type of the config. None: inferred as in transformers, from num_labels and
+            first_label.
+        first_label: label of the first row, parsed from JSON.
+    """
     if problem is None and num_labels == 1:
         problem = REGRESSION
     elif problem is None:
@@ -91,8 +104,12 @@ def labels_of(num_labels: int, problem: str | None, first_label: Any = None) -> 
 
 
 def labels_in(names: Sequence[str], num_labels: int, problem: str | None) -> Labels:
-    """Return what the labels of the sources of a classifier's data are; UserError for a source that
-    has none. Of JSONL files the first lines are read."""
+    """Return the format of the labels in a classifier's sources. Only the first line of each JSONL
+    file is read.
+
+    Raises:
+        UserError: a source has no labels.
+    """
     wanted = f"a classifier of {count_of(num_labels)} needs JSONL with text and label in each line"
     firsts = []
     for name in names:
@@ -108,17 +125,22 @@ def labels_in(names: Sequence[str], num_labels: int, problem: str | None) -> Lab
 
 
 def count_of(num_labels: int) -> str:
-    """Return a number of labels in words: 1 label, 2 labels."""
+    """Return the number of labels as text: 1 label, 2 labels."""
     return f"{num_labels} label{'' if num_labels == 1 else 's'}"
 
 
 def encode_texts(tokenizer: Tokenizer, value: dict) -> tuple[list[int], list[int]]:
-    """Return the ids of an object's `text`, and those that follow them for its `text_pair`; none
-    where it has no such, or null.
+    """Encode an object's `text` and `text_pair`.
 
-    The tokenizer's bos goes before the first text if it has one, and the end of a document between
-    the two. A special token's name in a text is text. ValueError for what is no text, and for a row
-    without tokens.
+    The tokenizer's bos token, if it has one, precedes the first text. The end-of-document token
+    separates the two texts. Names of special tokens in a text are encoded as ordinary text.
+
+    Returns:
+        The ids of `text`, and the ids that follow them for `text_pair` (empty if the object has no
+        `text_pair`, or null).
+
+    Raises:
+        ValueError: a text is not a string, or the row has no tokens.
     """
     keys = ["text"] if value.get("text_pair") is None else ["text", "text_pair"]
     for key in keys:
@@ -138,12 +160,20 @@ def encode_texts(tokenizer: Tokenizer, value: dict) -> tuple[list[int], list[int
 def kept_tokens(
     first: np.ndarray | int, second: np.ndarray | int, before: int, seq_length: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return how many of the ids that `encode_texts` returns are kept in a row of seq_length.
+    """Return how many ids of each text remain when a row is truncated to seq_length.
 
-    first, second: how many there are of each, int64 [rows] or numbers. before: how many ids go
-    before a text. Texts lose their ends: of two the longer one until they are of one length, the
-    second first, as in transformers' "longest_first". No other id is lost unless it alone exceeds
-    the row.
+    Texts are truncated at the end. The longer text is truncated until both have the same length,
+    then both, the second first, as with `longest_first` in transformers. Ids that do not belong to
+    a text are dropped only if they do not fit into the row by themselves.
+
+    Args:
+        first, second: number of ids of each text, as `encode_texts` returns them: int64 [rows] or
+            numbers.
+        before: number of ids that the tokenizer puts before a text.
+        seq_length: maximum number of ids in a row.
+
+    Returns:
+        The numbers of ids to keep of the first and of the second text.
     """
     between = np.minimum(second, 1)
     room = np.maximum(seq_length - before - between, 0)

@@ -1,4 +1,4 @@
-"""From samples to the batches of a replica, made ahead of their use."""
+"""Build the batches of a replica from samples, ahead of their use."""
 
 from collections import deque
 from collections.abc import Generator, Sequence
@@ -16,16 +16,21 @@ from megazoo.layers.cross_entropy import IGNORE_INDEX
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.sequence import SequenceCut, padded_length
 
-AHEAD = 2  # batches a worker has ready
-# What train_batch looks at before it moves it, and a number.
+AHEAD = 2  # batches prefetched per worker
+# Values that `Batches` does not move to the device: train_batch reads document_ids on the CPU, and
+# sequence_length is an int.
 NOT_MOVED = ("document_ids", "sequence_length")
 
 
 def documents_of(tokens: torch.Tensor, eod: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which document of its sample each token is in, and its position there: both int64
-    [batch, sequence], as tokens.
+    """Return each token's document number within its sample, and its position in that document.
 
-    A token `eod` ends a document and belongs to it.
+    Args:
+        tokens: int64 [batch, sequence].
+        eod: the token that ends a document. It belongs to the document that it ends.
+
+    Returns:
+        Documents and positions, both int64 [batch, sequence].
     """
     starts = torch.zeros_like(tokens, dtype=torch.bool)
     starts[:, 1:] = tokens[:, :-1] == eod
@@ -42,13 +47,18 @@ def _positions(documents: torch.Tensor) -> torch.Tensor:
 
 
 class Batches:
-    """Makes this replica's part of the global batches, as the arguments of `train_batch` and
+    """Builds this replica's part of each global batch, as arguments of `train_batch` and
     `eval_batch`.
 
-    Only the first and the last stage should be given a blend: without one there are no arguments,
-    and the first stage tells the others the batch's shape. Replica r takes the r-th of dp equal
-    parts of every global batch, and of its rows each context-parallel rank its own chunks.
-    pad_token_id: what pads the rows of a classifier, which finds their ends by it.
+    Each global batch is split into dp equal parts, and replica r uses part r. Context-parallel
+    ranks further split each row into chunks.
+
+    Args:
+        blend: the samples. Pass it only on the first and the last stage. On other stages (None) the
+            batch is empty, and the first stage sends them its shape.
+        global_batch: number of samples in a global batch.
+        ctx: parallel context of this rank.
+        pad_token_id: token that pads the rows of a classifier and marks where they end.
     """
 
     def __init__(
@@ -64,17 +74,19 @@ class Batches:
         self.pad_token_id = pad_token_id
 
     def __call__(self, consumed: int) -> dict[str, torch.Tensor | int]:
-        """Return the batch that comes after `consumed` samples.
+        """Return the batch that follows the first `consumed` samples.
 
-        input_ids, targets: int64 [batch, longest sample], padded on the right, where nothing sees
-        the padding. document_ids, position_ids: likewise, if documents are not to see each other.
+        It is a dictionary with:
 
-        Under context parallelism input_ids and targets are this rank's chunks alone, and
-        sequence_length says how long the longest sample is; document_ids and position_ids stay
-        whole, since attention looks at all documents of a row.
+        - input_ids, targets: int64 [batch, longest sample], padded on the right. No token attends
+          to the padding. With context parallelism, only this rank's chunks.
+        - document_ids, position_ids: int64 [batch, longest sample], only if tokens must not
+          attend to other documents. With context parallelism they are not split, because
+          attention needs the documents of the complete row.
+        - sequence_length: length of the longest sample, only with context parallelism.
 
-        Of a classifier's data: input_ids, whole under context parallelism, too, and labels, int64
-        [batch] or float32 [batch, numbers].
+        For a classifier: input_ids, not split by context parallelism, and labels, int64 [batch] or
+        float32 [batch, numbers].
         """
         if self.blend is None:
             return {}
@@ -91,24 +103,31 @@ class Batches:
         return {**batch, "sequence_length": length} if cut else batch
 
     def tokens(self, consumed: int) -> int:
-        """Return how many tokens the whole global batch after `consumed` samples has, without
-        padding; 0 without a blend."""
+        """Return the number of tokens in the global batch that follows `consumed` samples.
+
+        Padding is not counted. 0 without a blend.
+        """
         return self.blend.tokens(consumed, self.global_batch) if self.blend else 0
 
     def positions(self, consumed: int) -> list[dict | None]:
-        """Return from where each streamed source can be read after so many samples: see
-        `Blend.positions`; nothing without a blend."""
+        """Return the position of each streamed source after `consumed` samples.
+
+        See `Blend.positions`. Empty without a blend.
+        """
         return self.blend.positions(consumed) if self.blend else []
 
     def ahead(
         self, consumed: Sequence[int], workers: int
     ) -> Generator[dict[str, torch.Tensor | int], None, None]:
-        """Yield the batch after each number of samples in `consumed`, on the device; but for
-        document_ids, which train_batch looks at before it moves them.
+        """Yield the batch that follows each number of samples in `consumed`, on the device.
 
-        `workers` threads make them ahead of their use; with 0 they are made when they are asked
-        for. Threads are enough: to make a batch is to copy from files mapped into memory. Streamed
-        data is read in its order, by one thread.
+        Only document_ids stay on the CPU: train_batch reads them before it moves them. Threads
+        suffice, because building a batch only copies from memory-mapped files.
+
+        Args:
+            consumed: numbers of samples before each batch.
+            workers: number of threads that build batches ahead. 0: build each batch on request.
+                Streamed data is read in order by at most one thread.
         """
         if self.blend and self.blend.streamed:
             workers = min(workers, 1)
@@ -138,12 +157,12 @@ class Batches:
 
 
 def _own_chunks(batch: dict[str, torch.Tensor], ctx: ParallelContext) -> dict[str, torch.Tensor]:
-    """Return this context-parallel rank's chunks of input_ids and targets, which are padded to a
-    length that can be cut: int64 [batch, padded / cp]."""
+    """Return this context-parallel rank's chunks of input_ids and targets: int64 [batch, padded /
+    cp]. Both are padded to a length that can be split."""
     length = batch["input_ids"].shape[1]
     padded = padded_length(length, ctx)
     cut, padding = SequenceCut.of(padded, ctx), (0, padded - length)
-    assert cut  # there are several ranks
+    assert cut  # cp > 1
     return {
         "input_ids": cut.own(F.pad(batch["input_ids"], padding)),
         "targets": cut.own(F.pad(batch["targets"], padding, value=IGNORE_INDEX)),
@@ -151,7 +170,7 @@ def _own_chunks(batch: dict[str, torch.Tensor], ctx: ParallelContext) -> dict[st
 
 
 def _padded(samples: list[Sample]) -> dict[str, torch.Tensor]:
-    """Pad samples to the longest of them, each a row of the batch."""
+    """Stack samples as the rows of a batch, padded to the longest."""
     lengths = {len(sample.input_ids) for sample in samples}
     separate = any(sample.documents is not None for sample in samples)
     if len(lengths) == 1 and not separate:
@@ -160,7 +179,7 @@ def _padded(samples: list[Sample]) -> dict[str, torch.Tensor]:
     shape = len(samples), max(lengths)
     batch = {"input_ids": np.zeros(shape, np.int64), "targets": np.full(shape, IGNORE_INDEX)}
     if separate:
-        batch["document_ids"] = np.full(shape, -1)  # padding sees nothing else
+        batch["document_ids"] = np.full(shape, -1)  # padding attends only to padding
     for row, sample in enumerate(samples):
         length = len(sample.input_ids)
         batch["input_ids"][row, :length] = sample.input_ids
@@ -175,7 +194,7 @@ def _padded(samples: list[Sample]) -> dict[str, torch.Tensor]:
 
 
 def _padded_rows(rows: list[LabelledRow], pad_token_id: int | None) -> dict[str, torch.Tensor]:
-    """Pad a classifier's rows to the longest of them, and stack their labels."""
+    """Pad the rows of a classifier to the longest, and stack their labels."""
     if pad_token_id is None:
         raise UserError("a classifier's rows need a pad_token_id, to find where each ends")
     longest = max(len(row.input_ids) for row in rows)

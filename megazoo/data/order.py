@@ -1,8 +1,7 @@
-"""The order of samples: which one comes next is a function of the seed and of how many came before,
-and of nothing else.
+"""The order of samples. The next sample depends only on the seed and the number of earlier samples.
 
-No table is made, so that a corpus of any size opens in the same time, and no version of numpy
-changes the order.
+No table of indices is built, so the time to open a corpus does not depend on its size. The order
+does not depend on the version of numpy.
 """
 
 import math
@@ -13,17 +12,24 @@ import numpy as np
 from megazoo.errors import UserError
 from megazoo.parallel.random import derive_seed
 
-ROUNDS = 12  # of the network behind a permutation; with 8 those of five things are not quite even
-BLOCK = 256  # samples whose places are found together
-SHARES = 1 << 20  # a blend's weights are multiples of one in so many
+ROUNDS = 12  # of the Feistel network; 8 rounds do not permute five items uniformly enough
+BLOCK = 256  # samples whose places are computed together
+SHARES = 1 << 20  # weights of a blend are rounded to multiples of 1 / SHARES
 
 
 def shuffled(positions: np.ndarray, count: int, seed: int) -> np.ndarray:
-    """Return what a permutation of `count` things, drawn by the seed, has at `positions`: int64, of
-    the shape of these.
+    """Return the elements at `positions` of a random permutation of range(count).
 
-    A Feistel network over a grid hardly larger than count; what falls outside of count goes through
-    again (cycle-walking: Black and Rogaway, 2002).
+    The permutation is a Feistel network over a grid slightly larger than count. Results outside of
+    count are passed through the network again (cycle-walking: Black and Rogaway, 2002).
+
+    Args:
+        positions: indices into the permutation, of any shape.
+        count: number of elements.
+        seed: seed of the permutation.
+
+    Returns:
+        int64, with the shape of positions.
     """
     rows = math.isqrt(count - 1) + 1
     columns = -(-count // rows)
@@ -43,7 +49,7 @@ def shuffled(positions: np.ndarray, count: int, seed: int) -> np.ndarray:
 
 
 def _hash(values: np.ndarray, key: int) -> np.ndarray:
-    """Hash each value to 63 bits, by the finalizer of splitmix64."""
+    """Hash each value to 63 bits with the finalizer of splitmix64."""
     z = values.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -51,21 +57,28 @@ def _hash(values: np.ndarray, key: int) -> np.ndarray:
 
 
 def interleaved(shares: np.ndarray, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the source of each sample from number `first` on, and how many that source had before
-    it: int64 [count] both.
+    """Return the source of each of `count` samples from `first`, and its number in that source.
 
-    shares: int64, above 0, adding up to SHARES. The k-th sample of the i-th of n sources stands at
-    the time (k + (i + 1/2) / n) / share, so that after any number of samples each source has had
-    its share, but for one or two.
+    The k-th sample of the i-th of n sources has the time (k + (i + 1/2) / n) / share, and samples
+    are ordered by time. So after any number of samples, each source has contributed its share, to
+    within one or two samples.
+
+    Args:
+        shares: int64 [sources], above 0, with the sum SHARES.
+        first: number of the first sample.
+        count: number of samples.
+
+    Returns:
+        Sources and numbers, both int64 [count].
     """
-    # All goes on as from the start after SHARES samples: so no product is ever too large for int64.
+    # The order repeats after SHARES samples. Reducing `first` prevents overflow of int64.
     periods, first = divmod(first, SHARES)
     sources = len(shares)
     phases = (2 * np.arange(sources) + 1) * SHARES
 
     def before(time: int) -> np.ndarray:
-        """Return how many samples of each source stand before a time; their sum differs from it by
-        half of n at most."""
+        """Return the number of samples of each source before a time. The sum differs from the time
+        by at most n / 2."""
         return np.maximum(-((phases - 2 * sources * shares * time) // (2 * sources * SHARES)), 0)
 
     margin = sources // 2 + 1
@@ -73,7 +86,7 @@ def interleaved(shares: np.ndarray, first: int, count: int) -> tuple[np.ndarray,
     stop = before(first + count + margin)
     source = np.repeat(np.arange(sources), stop - start)
     number = np.concatenate([np.arange(*ends) for ends in zip(start, stop, strict=True)])
-    # Times as whole numbers and fractions: exact, and so the same wherever one begins.
+    # Times as integers and fractions are exact, so the order does not depend on `first`.
     unit = 2 * sources * shares[source]
     whole, rest = np.divmod(2 * sources * SHARES * number + phases[source], unit)
     order = np.lexsort((source, rest / unit, whole))[first - start.sum() :][:count]
@@ -81,8 +94,11 @@ def interleaved(shares: np.ndarray, first: int, count: int) -> tuple[np.ndarray,
 
 
 def shares_of(weights: Sequence[float]) -> np.ndarray:
-    """Return the weights as whole numbers, int64, that add up to SHARES; UserError for one that is
-    not above 0."""
+    """Convert weights to integers, int64, with the sum SHARES.
+
+    Raises:
+        UserError: a weight is not above 0, or is less than about a millionth of the sum.
+    """
     exact = np.asarray(weights, np.float64)
     if not (np.isfinite(exact) & (exact > 0)).all():
         told = ", ".join(f"{weight:g}" for weight in weights)
@@ -97,31 +113,37 @@ def shares_of(weights: Sequence[float]) -> np.ndarray:
 
 
 class Blend:
-    """The samples of datasets, each by its weight, in the order in which a run sees them.
+    """The samples of weighted datasets, in the order of a run.
 
-    Each dataset goes through epochs of its own, and sees each of its samples once in each. seed:
-    every epoch is shuffled anew; None: in the datasets' order. A blend's own epoch is as many
-    samples as its datasets have together.
+    Each dataset has separate epochs: each of its samples occurs once per epoch. The length of the
+    blend, its epoch, is the total number of samples in its datasets.
+
+    Args:
+        datasets: the datasets.
+        weights: weight of each dataset, above 0.
+        seed: seed with which each epoch is shuffled differently. None: keep the datasets' order.
     """
 
     def __init__(
         self, datasets: Sequence, weights: Sequence[float] = (1.0,), seed: int | None = None
     ):
         self.datasets, self.seed, self.shares = list(datasets), seed, shares_of(weights)
-        self._kept: tuple[int, list] = -1, []  # a block's number, and its places
+        self._kept: tuple[int, list] = -1, []  # number of a block, and the places of its samples
 
     def __len__(self) -> int:
         return sum(map(len, self.datasets))
 
     @property
     def streamed(self) -> bool:
-        """Whether a dataset is streamed: then samples are to be asked for in ascending order."""
+        """Whether a dataset is streamed. If so, request samples in ascending order."""
         return any(map(_is_streamed, self.datasets))
 
     def positions(self, consumed: int) -> list[dict | None]:
-        """Return, for each dataset that is streamed, from where it can be read after so many
-        samples of the blend; for others None."""
-        window = 2 * (SHARES // int(self.shares.min()) + len(self.shares))  # has a sample of each
+        """Return the position of each streamed dataset after `consumed` samples of the blend.
+
+        None for datasets that are not streamed.
+        """
+        window = 2 * (SHARES // int(self.shares.min()) + len(self.shares))  # has all datasets
         sources, numbers = interleaved(self.shares, consumed, window)
         return [
             dataset.position_before(int(numbers[sources == source][0]))
@@ -131,7 +153,7 @@ class Blend:
         ]
 
     def places(self, first: int, count: int) -> list[tuple[int, int]]:
-        """Return the dataset and the index in it of each sample from number `first` on."""
+        """Return the dataset, and the index in it, of each of `count` samples from `first`."""
         number, places = first // BLOCK, []
         start = number * BLOCK
         while len(places) < first - start + count:
@@ -140,8 +162,10 @@ class Blend:
         return places[first - start : first - start + count]
 
     def _block(self, number: int) -> list[tuple[int, int]]:
-        """Return the places of a block of samples. The last block's are kept: numpy takes hardly
-        longer for all of them than for one."""
+        """Return the places of a block of samples.
+
+        The last block is cached: numpy needs hardly more time for a block than for one sample.
+        """
         kept = self._kept
         if kept[0] != number:
             self._kept = kept = number, self._places(number * BLOCK, BLOCK)
@@ -162,7 +186,7 @@ class Blend:
         return list(zip(sources.tolist(), indices.tolist(), strict=True))
 
     def samples(self, first: int, count: int) -> list:
-        """Return so many samples, from number `first` on."""
+        """Return `count` samples from `first`."""
         places, samples = self.places(first, count), [None] * count
         for source, dataset in enumerate(self.datasets):
             rows = [row for row, place in enumerate(places) if place[0] == source]
@@ -173,19 +197,19 @@ class Blend:
         return samples
 
     def tokens(self, first: int, count: int) -> int:
-        """Return how many tokens those samples hold, without padding."""
+        """Return the number of tokens in `count` samples from `first`, without padding."""
         return sum(
             self.datasets[source].tokens_of(index) for source, index in self.places(first, count)
         )
 
 
 def _is_streamed(dataset) -> bool:
-    """Return whether a dataset has an order of its own: see `StreamedTexts`."""
+    """Return whether a dataset is streamed, in a fixed order: see `StreamedTexts`."""
     return hasattr(dataset, "position_before")
 
 
 def _several(dataset, indices: list[int]) -> list:
-    """Return samples of a dataset, at once if it can."""
+    """Return samples of a dataset, in one call if it supports that."""
     if not indices:
         return []
     if hasattr(dataset, "__getitems__"):

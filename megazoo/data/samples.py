@@ -1,4 +1,4 @@
-"""Datasets whose samples are tokens and what each of them is to predict."""
+"""Datasets of token sequences with targets or labels."""
 
 from bisect import bisect_left, insort
 from collections import defaultdict
@@ -15,8 +15,14 @@ from megazoo.parallel.random import derive_seed
 
 
 class Sample(NamedTuple):
-    """input_ids, targets: int64 [tokens]; a target of -100 carries no loss. documents: the number
-    of the document that each token is in, if they are not to see each other."""
+    """A token sequence with its targets.
+
+    Attributes:
+        input_ids: int64 [tokens].
+        targets: int64 [tokens]. Targets of -100 are excluded from the loss.
+        documents: document number of each token, int64 [tokens], if tokens must not attend to other
+            documents; otherwise None.
+    """
 
     input_ids: np.ndarray
     targets: np.ndarray
@@ -24,28 +30,39 @@ class Sample(NamedTuple):
 
 
 class LabelledRow(NamedTuple):
-    """input_ids: int64 [tokens]. label: int64 [], or float32 with a number for each label: see
-    `Labels.typed`."""
+    """A row of a classifier's data.
+
+    Attributes:
+        input_ids: int64 [tokens].
+        label: int64 [], or float32 [labels]: see `Labels.typed`.
+    """
 
     input_ids: np.ndarray
     label: np.ndarray
 
 
 def sample_of(tokens: np.ndarray, eod: int | None = None) -> Sample:
-    """Return a sample of tokens, int64, each of which is to predict the next. eod: the token that
-    ends a document, if documents are not to see each other."""
+    """Return a sample in which each token predicts the next.
+
+    Args:
+        tokens: int64 [tokens + 1].
+        eod: token that ends a document, if tokens must not attend to other documents.
+    """
     documents = None if eod is None else np.cumsum(np.append(0, tokens[:-2] == eod))
     return Sample(tokens[:-1], tokens[1:], documents)
 
 
 @dataclass(frozen=True)
 class PackedDataset:
-    """Documents end to end, cut into samples of seq_length + 1 tokens that share one token with the
-    next.
+    """Concatenated documents, split into samples of seq_length + 1 tokens. Consecutive samples
+    overlap by one token.
 
-    tokens: the stream, of integers. A tail shorter than a sample is left out. eod: the token that
-    ends a document, if documents are not to see each other. vocab_size: a token that is not below
-    it raises UserError. name, first: the file of the stream, and its place there, for that error.
+    Attributes:
+        tokens: the concatenated documents, integers. An incomplete sample at the end is dropped.
+        seq_length: number of input tokens per sample.
+        eod: token that ends a document, if tokens must not attend to other documents.
+        vocab_size: size of the vocabulary. Tokens outside it raise UserError.
+        name, first: file of the tokens and place of the first token in it, for the error message.
     """
 
     tokens: np.ndarray | Stream
@@ -62,7 +79,7 @@ class PackedDataset:
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: list[int]) -> list[Sample]:
-        """Return several samples at once, as torch's loaders ask for them."""
+        """Return several samples in one call, for DataLoader."""
         if not 0 <= min(indices) <= max(indices) < len(self):
             raise IndexError(indices)
         starts, length = np.array(indices) * self.seq_length, self.seq_length + 1
@@ -73,7 +90,7 @@ class PackedDataset:
         rows = np.empty((len(parts), length), np.int64)
         for row, part in zip(rows, parts, strict=True):
             row[:] = part
-        # negative numbers are large ones without a sign
+        # As unsigned integers, negative numbers are large.
         if self.vocab_size is not None and rows.view(np.uint64).max() >= self.vocab_size:
             self._refuse(rows, starts)
         return [sample_of(row, self.eod) for row in rows]
@@ -95,8 +112,8 @@ class PackedDataset:
 
 @dataclass(frozen=True)
 class MockDataset:
-    """Random tokens, with random labels if it is for a classifier; for benchmarks: no file, and
-    no tokenizer."""
+    """Random tokens, with random labels for classifiers. For benchmarks: it needs no files and no
+    tokenizer."""
 
     vocab_size: int
     seq_length: int
@@ -119,12 +136,16 @@ class MockDataset:
 
 
 class Conversations:
-    """The samples of fine-tuning: each is a conversation, or several that don't see each other.
+    """Conversations for fine-tuning. A sample is one conversation, or several packed ones that do
+    not attend to each other.
 
-    tokens, loss_mask: of each conversation its ids and the mask of those that carry a loss; the
-    conversations from number `first` until before `last` are taken. Longer ones are cut to
-    seq_length tokens, and left out if that leaves nothing to learn: a batch of these alone would be
-    a step of loss 0. packing: as many as fit go into a sample.
+    Args:
+        tokens: the ids of each conversation.
+        loss_mask: for each id, whether it contributes to the loss.
+        first, last: range of conversations to use; last is exclusive.
+        seq_length: longer conversations are truncated to this number of tokens. A truncated
+            conversation without any token for the loss is dropped.
+        packing: pack as many conversations as fit into each sample.
     """
 
     def __init__(
@@ -137,7 +158,7 @@ class Conversations:
         packing: bool,
     ):
         self.tokens, self.loss_mask = tokens, loss_mask
-        # the last token is only predicted
+        # The last token is only a target.
         lengths = tokens.lengths[first:last].astype(np.int64) - 1
         cut = np.flatnonzero(lengths > seq_length)
         empty = [
@@ -175,11 +196,14 @@ class Conversations:
 
 
 class LabelledTexts:
-    """The rows of a classifier's data: a text, or two, with a label.
+    """The rows of a classifier's data: one or two texts and a label.
 
-    tokens, pair, label: what `cached_tokens` returns of them; the rows from number `first` until
-    before `last` are taken. before: how many ids the tokenizer puts before a text. Longer rows are
-    cut to seq_length tokens: see `kept_tokens`.
+    Args:
+        tokens, pair, label: first texts, second texts and labels, from `cached_tokens`.
+        first, last: range of rows to use; last is exclusive.
+        seq_length: longer rows are truncated to this number of tokens: see `kept_tokens`.
+        labels: format of the labels.
+        before: number of ids that the tokenizer puts before a text.
     """
 
     def __init__(
@@ -218,10 +242,19 @@ class LabelledTexts:
 
 
 def best_fit(lengths: np.ndarray, size: int) -> list[list[int]]:
-    """Return bins of `size`, each as the numbers of the lengths in it: the longest is placed first,
-    and each where it leaves the least room."""
+    """Pack lengths into bins by best-fit decreasing.
+
+    Lengths are placed in descending order, each into the bin that it leaves with the least room.
+
+    Args:
+        lengths: lengths to pack, at most size each.
+        size: capacity of a bin.
+
+    Returns:
+        For each bin, the indices of its lengths.
+    """
     bins: list[list[int]] = []
-    rooms: list[int] = []  # what is left in some bin, ascending
+    rooms: list[int] = []  # distinct free space of the bins, ascending
     with_room: dict[int, list[int]] = defaultdict(list)
     for number in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[number])

@@ -1,4 +1,4 @@
-"""Text of any size, streamed by the package `datasets` and tokenized while a run trains."""
+"""Text of any size, streamed with the package `datasets` and tokenized during training."""
 
 import glob
 import json
@@ -23,21 +23,25 @@ from megazoo.terminal import note_rank_0
 from megazoo.tokenizer import Tokenizer
 
 COLUMN = "text"
-BLOCK_TOKENS = 1 << 20  # of the samples that are shuffled together
-READ_TOGETHER = 16  # samples of a block that is not shuffled
-KEPT_BLOCKS = 8  # of BLOCK_TOKENS that are still in memory
+BLOCK_TOKENS = 1 << 20  # tokens of the samples that are shuffled together
+READ_TOGETHER = 16  # samples per block if not shuffled
+KEPT_BLOCKS = 8  # blocks of BLOCK_TOKENS in memory
 KEPT_POSITIONS = 1024
-DEALT = 4096  # documents that are dealt to the parts together
+DEALT = 4096  # documents that are assigned to the parts together
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where a block of samples begins in a stream.
+    """The start of a block of samples in a stream.
 
-    sample: the number of its first sample. epoch, document: the pass over the stream and the number
-    there of the document that the block begins in. tokens: of this document, before the block.
-    state: of `datasets`, before this document. version: of `datasets`, which alone reads it:
-    otherwise, and without a state, the documents before this one are read and skipped.
+    Attributes:
+        sample: number of the first sample of the block.
+        epoch: number of the pass over the stream.
+        document: number of the block's first document in that pass.
+        tokens: number of tokens of that document before the block.
+        state: state of `datasets` before that document.
+        version: version of `datasets` that wrote the state. Other versions cannot use the state.
+            Without a usable state, earlier documents are read and skipped.
     """
 
     sample: int = 0
@@ -49,13 +53,16 @@ class Position:
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> "Position":
-        """Return what a checkpoint says; keys that are not known are another version's."""
+        """Return a position from a checkpoint. Unknown keys, from other versions, are ignored."""
         return cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
 
 
 def check_stream(name: str) -> None:
-    """Raise UserError unless the source's files and the package `datasets` are there. No file is
-    opened."""
+    """Check that the files of a source and the package `datasets` exist, without opening a file.
+
+    Raises:
+        UserError: a file or the package is missing.
+    """
     builder_of_stream(name)
     files_of_stream(name)
     if not is_installed("datasets"):
@@ -65,17 +72,21 @@ def check_stream(name: str) -> None:
 
 
 class TextStream:
-    """The documents of a source, in order, read by `datasets`. UserError if it can't be opened."""
+    """The documents of a source, in order, read with `datasets`.
+
+    Raises:
+        UserError: the source cannot be opened.
+    """
 
     def __init__(self, name: str):
         self.name, self.is_json = name, builder_of_stream(name) == "json"
         try:
             datasets = import_module("datasets")
-            # These ask the hub at every opening, also of local files, and print what is raised.
+            # By default, `datasets` contacts the hub even for local files, and logs errors.
             datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
             datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)
             files = [file if "://" in file else glob.escape(file) for file in files_of_stream(name)]
-            # A line of JSONL is parsed here: `datasets` demands the same columns of all lines.
+            # JSONL is parsed below: `datasets` requires the same columns for every line.
             builder, columns = ("text", {}) if self.is_json else ("parquet", {"columns": [COLUMN]})
             how = {"data_files": files, "split": "train", "streaming": True}
             try:
@@ -93,8 +104,7 @@ class TextStream:
             self._check_columns(self._object(0, first[COLUMN]))
 
     def read(self, start: Position) -> Iterator[tuple[Position, str | None]]:
-        """Yield each document from a position on until the last, and its place. None: it has no
-        text."""
+        """Yield the position and text of each document from `start`. A missing text is None."""
         number, state = 0, self._beginning
         if start.state and start.version == self.version:
             number, state = start.document, start.state
@@ -111,7 +121,7 @@ class TextStream:
             raise self._unreadable(error) from error
 
     def _text(self, number: int, value: Any) -> str | None:
-        """Return the text of a document."""
+        """Return the text of a document, or None if it is empty or missing."""
         if self.is_json:
             value = self._object(number, value).get(COLUMN) if value.strip() else None
         if value is None or value == "":
@@ -125,7 +135,7 @@ class TextStream:
         return value
 
     def _object(self, number: int, line: str) -> dict[str, Any]:
-        """Return the object of a line of JSONL."""
+        """Parse a JSONL line as an object."""
         try:
             value = json.loads(line)
         except (ValueError, RecursionError) as error:
@@ -136,7 +146,7 @@ class TextStream:
         return value
 
     def _check_columns(self, columns) -> None:
-        """Refuse documents without text."""
+        """Raise UserError if the documents have no text column."""
         if COLUMN not in columns:
             found = ", ".join(map(str, list(columns)[:20])) or "none"
             raise UserError(
@@ -151,15 +161,22 @@ class TextStream:
 
 
 class StreamedTexts:
-    """The documents of a stream end to end, cut into samples of seq_length + 1 tokens that share
-    one token with the next; after the last document comes the first again.
+    """The concatenated documents of a stream, split into samples of seq_length + 1 tokens.
 
-    name: the source. shares, part: of how many documents this part is one, and which: documents are
-    dealt to the parts in turn. seed: samples are shuffled within blocks of about a million tokens;
-    None: they keep their order. eod: as for `PackedDataset`. position: where a resumed run begins.
+    Consecutive samples overlap by one token. After the last document the stream starts again.
+    Request samples in ascending order: a sample before those in memory makes the stream restart.
+    Every process reads the complete stream and returns the same samples.
 
-    Samples are asked for in ascending order; to go back further than to what is in memory reads the
-    stream from its start. Every process that opens it reads all, and finds the same samples.
+    Args:
+        name: the source.
+        tokenizer: tokenizer of the documents.
+        shares: weights of the parts into which documents are split (see `shares_of`).
+        part: index of this part.
+        seq_length: number of input tokens per sample.
+        seed: seed that shuffles samples within blocks of about a million tokens. None: keep the
+            order.
+        eod: token that ends a document, if tokens must not attend to other documents.
+        position: position at which a resumed run starts.
     """
 
     def __init__(
@@ -178,23 +195,23 @@ class StreamedTexts:
         self.shares, self.part, self.seed, self.eod = shares_of(shares), part, seed, eod
         largest = max(1, BLOCK_TOKENS // seq_length)
         self.block = largest if seed is not None else min(READ_TOGETHER, largest)  # samples
-        self.start = self.begun = position or Position()  # of the run, and of what is being read
+        self.start = self.begun = position or Position()  # start of the run, and of the reader
         self.positions: deque[Position] = deque(maxlen=KEPT_POSITIONS)
         self.stream = TextStream(name)
-        self._blocks: dict[int, np.ndarray] = {}  # by the number of their first sample
+        self._blocks: dict[int, np.ndarray] = {}  # by number of the first sample
         self._most_blocks = KEPT_BLOCKS * largest // self.block
         self._reader: Iterator[tuple[Position, np.ndarray]] | None = None
         self._dealt: tuple[int, np.ndarray] = -1, np.empty(0)
         self._lock = Lock()
 
     def __len__(self) -> int:
-        return 1 << 48  # more than any run takes
+        return 1 << 48  # more than any run needs
 
     def __getitem__(self, index: int) -> Sample:
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: list[int]) -> list[Sample]:
-        """Return several samples at once, as torch's loaders ask for them."""
+        """Return several samples in one call, for DataLoader."""
         with self._lock:
             rows = {index: self._row(index) for index in sorted(indices)}
         return [sample_of(rows[index].astype(np.int64), self.eod) for index in indices]
@@ -204,8 +221,10 @@ class StreamedTexts:
         return self.seq_length
 
     def position_before(self, sample: int) -> dict[str, Any]:
-        """Return the last place from which the samples from `sample` on can be read again, as a
-        dictionary for JSON: see `Position`."""
+        """Return the last position from which `sample` and later samples can be read again.
+
+        The result is a `Position` as a dictionary for JSON.
+        """
         before = [position for position in list(self.positions) if position.sample <= sample]
         return asdict(before[-1] if before else self.start)
 
@@ -228,10 +247,10 @@ class StreamedTexts:
                 del self._blocks[min(self._blocks)]
 
     def _read_blocks(self, start: Position) -> Iterator[tuple[Position, np.ndarray]]:
-        """Yield the blocks of samples from a position on, as tokens [samples, seq_length + 1]."""
+        """Yield blocks of samples from a position, as tokens [samples, seq_length + 1]."""
         length = self.seq_length
         documents = self._read_documents(start)
-        waiting: deque[tuple[Position, np.ndarray]] = deque()  # the rest of each, and its place
+        waiting: deque[tuple[Position, np.ndarray]] = deque()  # unused tokens
         for sample in count(start.sample, self.block):
             held = sum(len(tokens) for _, tokens in waiting)
             while held <= self.block * length:
@@ -252,7 +271,7 @@ class StreamedTexts:
                 used -= min(used, len(tokens))
 
     def _read_documents(self, start: Position) -> Iterator[tuple[Position, np.ndarray]]:
-        """Yield the tokens of each document of this part, and its place, without end."""
+        """Yield the position and tokens of each document of this part, in an endless loop."""
         dtype = np.min_scalar_type(self.tokenizer.vocab_size - 1)
         end = np.array([self.tokenizer.eod], dtype)
         skip, skipped, found = start.tokens, False, start.document > 0
@@ -270,7 +289,7 @@ class StreamedTexts:
                     skipped = True
                     continue
                 found = True
-                # A special token's name in a document is text.
+                # Names of special tokens in a document are encoded as ordinary text.
                 ids = self.tokenizer.encode_to_numpy(text, parse_special=False)
                 tokens = np.concatenate([ids.astype(dtype, copy=False), end])
                 yield replace(position, tokens=skip), tokens[skip:]
@@ -280,7 +299,7 @@ class StreamedTexts:
             found = False
 
     def _part_of(self, document: int) -> int:
-        """Return the part that a document is dealt to."""
+        """Return the part to which a document is assigned."""
         group, place = divmod(document, DEALT)
         if self._dealt[0] != group:
             self._dealt = group, interleaved(self.shares, group * DEALT, DEALT)[0]

@@ -1,2 +1,2 @@
-"""The ranks of a program: how they start, what they do when they are told to stop, and who tells of
-one that has died or is silent."""
+"""Ranks of a program: start them, stop them on signals, and report ranks that died or do not
+respond."""

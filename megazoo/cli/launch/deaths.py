@@ -1,4 +1,4 @@
-"""Telling at once which rank has died, and of what, before the launcher's own report."""
+"""Report immediately which rank died and why, before the launcher's report."""
 
 import fcntl
 import os
@@ -15,22 +15,22 @@ from megazoo.parallel.context import ParallelContext
 from megazoo.terminal import print_error
 from megazoo.torch_internals import default_store
 
-# Signals by which launchers and users end a job: a rank that dies of one is nobody's surprise.
+# Signals by which launchers and users end a job. Ranks that die of these are not reported.
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-# Of <linux/pidfd.h>: a request, the bit that asks it for the wait status, and what it fills, whose
-# first field are such bits, and whose last is the status.
+# From <linux/pidfd.h>: the request, the flag that requests the wait status, and the struct that it
+# fills. The first field of the struct holds flags, the last the status.
 PIDFD_GET_INFO, PIDFD_INFO_EXIT, PIDFD_INFO = 0xC040FF0B, 8, struct.Struct("2Q12i")
 
 
 def name_of(rank: int, ctx: ParallelContext) -> str:
-    """Return a rank's number and its place in the layout."""
+    """Return a rank's number and its coordinates in the layout."""
     place = ctx.place_of(rank)
     axes = ("tp", "pp", "dp") if ctx.cp_size == 1 else ("tp", "pp", "cp", "dp")
     return f"rank {rank} ({', '.join(f'{axis} {place[axis]}' for axis in axes)})"
 
 
 def death_by(number: int) -> str:
-    """Return what is said of a process that died of a signal."""
+    """Return the message for a process that died of a signal."""
     try:
         name = signal.Signals(number).name
     except ValueError:  # a real-time signal
@@ -41,11 +41,11 @@ def death_by(number: int) -> str:
 
 @contextmanager
 def naming_dead_ranks(ctx: ParallelContext):
-    """Name on stderr the ranks of this machine that die within; all ranks enter it together.
+    """Name ranks of this machine that die inside the context, on stderr. All ranks enter it
+    together.
 
-    Each rank watches the next one of its machine, and the one after that when that one has died.
-    It does nothing where processes can't be watched (Linux can), and under megazoo's own launcher,
-    which tells it itself.
+    Each rank watches the next rank of its machine, and after its death the rank after it. It does
+    nothing on systems other than Linux, and under megazoo's launcher, which reports deaths itself.
     """
     if ctx.world_size == 1 or megazoos_launcher():
         yield
@@ -57,14 +57,14 @@ def naming_dead_ranks(ctx: ParallelContext):
     watch = _Watch([(name_of(rank, ctx), rank, ranks[rank][1]) for rank in neighbours])
     try:
         yield
-        with suppress(RuntimeError):  # the store is gone, with its launcher or rank 0
+        with suppress(RuntimeError):  # the store ended with its launcher or rank 0
             default_store().set(_left(ctx.rank), "")
     finally:
         watch.close()
 
 
 class _Watch:
-    """A thread that waits for the death of processes, one after the other, and tells it."""
+    """A thread that waits for the death of processes, one after the other, and reports it."""
 
     def __init__(self, neighbours: list[tuple[str, int, int]]):
         self._neighbours, self._handles = [], []
@@ -77,8 +77,8 @@ class _Watch:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread, and wait until it no longer uses the store."""
-        os.write(self._close, b"end")  # closing is not enough: a forked child may hold it, too
+        """End the thread, and wait until it has stopped using the store."""
+        os.write(self._close, b"end")  # a close does not suffice: a forked child may hold the pipe
         self._thread.join()
         for handle in (*self._handles, self._closing, self._close):
             os.close(handle)
@@ -91,14 +91,14 @@ class _Watch:
             if any(ready == self._closing for ready, _ in poll.poll()):
                 return
             text = _death(handle, pid, rank)
-            if text is None:  # what came after it, it has told itself
+            if text is None:  # the rank has reported later deaths itself
                 return
             print_error(f"{name} on {os.uname().nodename} {text}")
 
 
 def _death(handle: int, pid: int, rank: int) -> str | None:
-    """Return what to say of a process that has ended; None if it ended in order, said something
-    itself, or was told to end."""
+    """Return the message for a process that ended. None if it ended normally, printed an error
+    itself, or received a signal to end."""
     status = _wait_status(handle, pid)
     if status is None:
         with suppress(RuntimeError):
@@ -111,8 +111,11 @@ def _death(handle: int, pid: int, rank: int) -> str | None:
 
 
 def _wait_status(handle: int, pid: int) -> int | None:
-    """Return what waitpid tells the parent of a process that has ended; None if it has told it
-    already, and the kernel has forgotten it since (before Linux 6.15)."""
+    """Return the wait status of an ended process, as from waitpid.
+
+    None if its parent has already waited for it and the kernel does not keep the status (before
+    Linux 6.15).
+    """
     with suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         if fields[0] in "ZX":
@@ -127,12 +130,12 @@ def _wait_status(handle: int, pid: int) -> int | None:
 
 
 def _left(rank: int) -> str:
-    """Return the key of the job's store by which a rank says that it has left in order."""
+    """Return the key in the job's store that a rank sets when it ends normally."""
     return f"megazoo/left/{rank}"
 
 
 def _machine() -> tuple | None:
-    """Return what is equal for processes that can watch each other; None where none can."""
+    """Return a value that is equal for processes that can watch each other. None: not supported."""
     if not hasattr(os, "pidfd_open"):
         return None
     try:

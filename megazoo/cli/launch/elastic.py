@@ -1,4 +1,4 @@
-"""What a run does when it is sent a signal to stop, and when a rank dies or stalls."""
+"""Handle signals to stop a run, and ranks that die or stall."""
 
 import os
 import select
@@ -23,38 +23,39 @@ from megazoo.parallel.failure import is_of_communication
 from megazoo.terminal import print_error
 from megazoo.torch_internals import default_store
 
-# Seconds from a signal to the end of the step; then SIGTERM does what it does by itself.
+# Seconds from SIGTERM to the end of the step. After that, the process ends without a checkpoint.
 PATIENCE = 20.0
-# Seconds within which signals are one Ctrl-C: a launcher passes on what a rank has got itself.
+# Seconds within which signals count as one Ctrl-C: a rank may receive it directly and from a
+# launcher.
 SAME = 0.5
-GRACE = 3.0  # seconds in which ranks that wait in vain tell each other so
-OUT_OF_REACH = 5.0  # seconds more, after which the job's store is taken to be out of reach
+GRACE = 3.0  # seconds for all waiting ranks to report their failed wait in the store
+OUT_OF_REACH = 5.0  # further seconds after which the job's store counts as unreachable
 
 
 class StopSignal:
-    """Notes SIGINT (Ctrl-C), SIGTERM and SIGUSR1 (which Slurm sends before the time is up) instead
-    of dying of them.
+    """Records SIGINT (Ctrl-C), SIGTERM and SIGUSR1 instead of ending the process.
 
-    Use it as a context; `agreed` tells all ranks together whether any of them was told to stop. A
-    rank that is stuck and can't answer SIGTERM dies of it after all: a launcher sends it, too, to
-    end what is left of a broken job. A second Ctrl-C ends the process at once.
+    Slurm sends SIGUSR1 before the time limit. Use it as a context manager. `agreed` returns on all
+    ranks whether any rank received a signal. A rank that is stuck still dies of SIGTERM, after
+    PATIENCE: launchers also send it to end the remaining ranks of a broken job. A second Ctrl-C
+    ends the process immediately.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-    LAUNCHER_DIED = 1000  # no signal's number
-    END = b"\0"  # no signal's number, either
+    LAUNCHER_DIED = 1000  # not a signal number
+    END = b"\0"  # not a signal number
 
     def __init__(self, ctx: ParallelContext):
         self.ctx, self.noted, self._answered = ctx, 0, Event()
         self._parent = os.getppid()
-        # when `agreed` was last asked, and whether it was said that this is too seldom
+        # Time of the last call of `agreed`, and whether the warning about long steps was printed.
         self._asked: float | None = None
         self._said = False
 
     def __enter__(self) -> "StopSignal":
         self._before = {number: signal.signal(number, self._note) for number in self.SIGNALS}
-        # Python's handlers wait until a collective returns; the interpreter writes to this pipe at
-        # once.
+        # Python's signal handlers wait until a collective returns. The interpreter writes to this
+        # pipe immediately.
         self._read, write = os.pipe()
         os.set_blocking(write, False)
         self._write = (write, signal.set_wakeup_fd(write, warn_on_full_buffer=False))
@@ -68,25 +69,26 @@ class StopSignal:
         write, before = self._write
         signal.set_wakeup_fd(before)
         self._answered.set()
-        # Ends the thread. Closing is not enough: a forked child may hold the pipe, too.
+        # This ends the thread. A close does not suffice: a forked child may hold the pipe.
         os.write(write, self.END)
-        # Waited for: if the last reference to the context went with a thread while the interpreter
-        # ends, torch would abort the process (it takes the lock again after it has freed a process
+        # Join: if a thread dropped the last reference to the context during the interpreter's exit,
+        # torch would abort the process (it takes the lock again after it has freed a process
         # group).
         self._watcher.join()
         for end in (self._read, write):
             os.close(end)
         if self.noted and isinstance(error, Exception) and is_of_communication(error):
-            # Others are gone, and this rank was told to go, too: a traceback would only hide why.
+            # Other ranks ended, and this rank received a signal: a traceback would hide the reason.
             raise SystemExit(128 + self.noted)
 
     def agreed(self) -> str | None:
-        """Return what stops the run, the same on every rank: the name of a signal that some rank
-        was sent, or the death of a launcher. None if nothing does.
+        """Return the reason to stop the run, the same on every rank. None: continue.
 
-        Rank 0 warns, once, when longer than PATIENCE passes between two calls under torchrun or
-        Slurm, which send SIGTERM: it would end the run without a checkpoint. What passes before the
-        first call is not counted: the first step may compile.
+        The reason is the name of a signal that some rank received, or the death of a launcher.
+
+        Rank 0 warns once if more than PATIENCE passes between two calls under torchrun or Slurm,
+        whose SIGTERM would then end the run without a checkpoint. The time before the first call is
+        not counted, because the first step may compile.
         """
         now, before = time.monotonic(), self._asked
         self._asked = now
@@ -94,7 +96,7 @@ class StopSignal:
             self._said = True
             self._say_steps_are_long(now - before)
         orphaned = is_child_of_launcher() and os.getppid() != self._parent
-        # On the CPU: no device is to be waited for.
+        # On the CPU, so that no device synchronization is needed.
         number = torch.tensor(self.LAUNCHER_DIED if orphaned else self.noted)
         all_reduce_over(number, self.ctx.axes, dist.ReduceOp.MAX)
         if not number:
@@ -108,9 +110,9 @@ class StopSignal:
         self.noted = number
 
     def _watch(self) -> None:
-        """Do what can't wait until Python's handlers run: they wait while a collective does."""
+        """Handle signals during collectives, which delay Python's handlers."""
         interrupted, deadline = None, None
-        poll = select.poll()  # select.select takes no descriptor above 1023: gloo may have those
+        poll = select.poll()  # not select.select: gloo may use descriptors above 1023
         poll.register(self._read, select.POLLIN)
         while True:
             left = None if deadline is None else max(deadline - time.monotonic(), 0) * 1000
@@ -150,8 +152,8 @@ class StopSignal:
 
 
 def _instead_of_sigterm() -> str:
-    """Return what to do where a step is longer than Slurm or torchrun wait after SIGTERM; empty
-    under other launchers, which send none."""
+    """Return advice for steps longer than Slurm or torchrun wait after SIGTERM. Empty under other
+    launchers, which do not send SIGTERM."""
     if is_child_of_launcher() and not megazoos_launcher():
         return (
             "to stop the run, send SIGUSR1 to a rank, which waits for the step; torchrun passes on "
@@ -164,12 +166,11 @@ def _instead_of_sigterm() -> str:
 
 @contextmanager
 def naming_absent_ranks(ctx: ParallelContext):
-    """Name the absent ranks on stderr, if a wait for them fails within or takes longer than the
-    groups' timeout.
+    """Name absent ranks on stderr, if a wait for them fails or exceeds the groups' timeout.
 
-    Every rank that waited in vain says so in the job's store; those that have not are the ones
-    waited for. Before that, and where waits end the process, as NCCL's do, `heartbeat` names them.
-    All ranks enter it together.
+    Each rank whose wait failed reports this in the job's store. The ranks without a report are the
+    absent ones. `heartbeat` names them before the timeout, and also if the wait ends the process,
+    as with NCCL. All ranks enter the context together.
     """
     try:
         with heartbeat(ctx):
@@ -190,7 +191,7 @@ def naming_absent_ranks(ctx: ParallelContext):
 
 
 def _tell_absent(ctx: ParallelContext, reason: str) -> None:
-    """Say in the job's store that this rank waited in vain; the first that did names the absent."""
+    """Report this rank's failed wait in the job's store. The lowest such rank names the absent."""
     try:
         store = default_store()
         store.set(f"waited in vain/{ctx.rank}", "")
@@ -200,7 +201,7 @@ def _tell_absent(ctx: ParallelContext, reason: str) -> None:
         print_error(f"rank {ctx.rank} can't reach the job's store: {error}")
         return
     absent = [rank for rank in range(ctx.world_size) if rank not in there]
-    # Without a timeout a connection broke: the launcher says whose.
+    # Without a timeout, a connection broke, and the launcher reports the rank.
     if ctx.rank == min(there) and "timed out" in reason.lower():
         who = ", ".join(name_of(rank, ctx) for rank in absent)
         print_error(

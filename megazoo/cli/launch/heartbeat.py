@@ -1,10 +1,10 @@
-"""Telling which rank is absent while the others still wait for it.
+"""Name absent ranks while the other ranks still wait for them.
 
-A rank that waits for NCCL can't tell: its main thread hangs in CUDA until NCCL's watchdog ends the
-process, without a name. So each rank has a thread that says in the job's store, every few seconds,
-that it lives and which call it is in. A rank whose thread is silent has been stopped, or its
-machine or network is gone. One whose thread speaks, and that has not entered the call in which the
-others are, hangs somewhere else.
+A rank that waits in NCCL cannot name them: its main thread hangs in CUDA until NCCL's watchdog ends
+the process without naming a rank. Therefore each rank has a thread that writes a beat with its
+current call to the job's store every few seconds. If a rank's beats stop, the process was stopped,
+or its machine or network is down. If its beats continue but it has not entered the call of the
+other ranks, it hangs in another place.
 """
 
 import os
@@ -21,20 +21,20 @@ from megazoo.parallel.failure import calls_made
 from megazoo.terminal import print_error
 from megazoo.torch_internals import store_of_a_thread
 
-PERIOD = 5.0  # seconds between two beats, or a tenth of the groups' timeout
-SILENCE = 30.0  # seconds without a beat after which a rank is named, or half of the timeout
-OUT_OF_REACH = 5.0  # seconds that the end waits for a store that does not answer
-LEFT = b"left"  # the last beat of a rank that left in order, or with an error that it tells
+PERIOD = 5.0  # seconds between beats, at most a tenth of the groups' timeout
+SILENCE = 30.0  # seconds without a beat until a rank is named, at most half of the timeout
+OUT_OF_REACH = 5.0  # seconds to wait at the end for a store that does not answer
+LEFT = b"left"  # last beat of a rank that ended normally or with an error that it prints
 
 
 @contextmanager
 def heartbeat(ctx: ParallelContext):
-    """Name on stderr the ranks that are silent, or late for a call, within; all ranks enter it
+    """Name ranks that are silent or late for a call on stderr. All ranks enter the context
     together.
 
-    Rank 0 tells; where rank 0 itself is silent, the last rank does; of a store that does not
-    answer, both and the first rank of each machine. A rank is late when others have entered a call
-    half of the groups' timeout before, and it has entered none since.
+    Rank 0 prints the names, or the last rank if rank 0 is silent. If the store does not answer,
+    both ranks and the first rank of each machine print a message. A rank is late if others entered
+    a call at least half of the groups' timeout ago and it has not entered a call since.
     """
     if ctx.world_size == 1 or ctx.mesh is None:
         yield
@@ -47,7 +47,7 @@ def heartbeat(ctx: ParallelContext):
 
 
 class _Heart:
-    """The thread of one rank. It holds no context, so that none can end with it."""
+    """The thread of one rank. It has no reference to the context, so it never drops the last."""
 
     def __init__(self, ctx: ParallelContext):
         timeout = ctx.timeout.total_seconds()
@@ -56,21 +56,21 @@ class _Heart:
         self._keys = [f"megazoo/{ctx.name}/beat/{rank}" for rank in range(ctx.world_size)]
         self._rank, self._closing, self._watch = ctx.rank, Event(), None
         self._beat()
-        hosts = all_gather_objects(os.uname().nodename, ctx)  # after which each rank has one
+        hosts = all_gather_objects(os.uname().nodename, ctx)  # after it, each rank has a beat
         if ctx.rank in (0, ctx.world_size - 1):
             names = [f"{name_of(rank, ctx)} on {host}" for rank, host in enumerate(hosts)]
             self._watch = Watch(names, self.silence, timeout / 2)
         self._thread = self._start(self._run)
 
     def close(self) -> None:
-        """End the thread, and say that this rank is no longer to be watched."""
+        """End the thread, and mark this rank as left, so that others stop watching it."""
         self._closing.set()
         self._thread.join()
         self._start(self._leave).join(OUT_OF_REACH)
 
     def _run(self) -> None:
-        """Exchange beats through the store, each time in a thread of its own, as the store may not
-        answer; if it answers again, as after a launcher that was stopped goes on, so does this."""
+        """Exchange beats through the store. Each exchange runs in a separate thread, because the
+        store may not answer. When the store answers again, the exchanges continue."""
         exchange, began, told = None, 0.0, False
         while not self._closing.wait(self.period):
             if exchange is None or not exchange.is_alive():
@@ -87,13 +87,13 @@ class _Heart:
 
     @staticmethod
     def _start(function: Callable[[], None]) -> Thread:
-        """Run a function in a thread that keeps no process alive; returns the thread."""
+        """Start a daemon thread that runs a function, and return it."""
         thread = Thread(target=function, daemon=True)
         thread.start()
         return thread
 
     def _exchange(self) -> None:
-        with suppress(RuntimeError):  # the store is gone, with its launcher or rank 0
+        with suppress(RuntimeError):  # the store ended with its launcher or rank 0
             self._beat()
             if self._watch is None:
                 return
@@ -113,29 +113,35 @@ class _Heart:
 
 
 class Watch:
-    """What is known of all ranks by their beats, "beats calls name count" each, or LEFT.
+    """The state of all ranks according to their beats, each "beats calls name count" or LEFT.
 
-    names: of the ranks. silence, lateness: seconds after which a rank is named that says nothing,
-    or that has not entered the call in which others are.
+    Args:
+        names: names of the ranks.
+        silence: seconds without a beat after which a rank is named.
+        lateness: seconds after which a rank is named that has not entered the call of the others.
     """
 
     def __init__(self, names: list[str], silence: float, lateness: float):
         self.names, self.silence, self.lateness = names, silence, lateness
         self._beats: list[bytes] = [b""] * len(names)
         self._calls = [0] * len(names)
-        self._heard = [0.0] * len(names)  # when each rank's beat was last a new one
-        self._moved = [0.0] * len(names)  # when it last entered a call, or was not behind
+        self._heard = [0.0] * len(names)  # time of each rank's last new beat
+        self._moved = [0.0] * len(names)  # time when it last entered a call or was not behind
         self._named: set[int] = set()
         self._looked = -float("inf")
 
     def is_silent(self, rank: int) -> bool:
-        """Say whether a rank had been silent for too long at the last look."""
+        """Return whether a rank was silent for too long at the last call of `look`."""
         return self._beats[rank] != LEFT and self._looked - self._heard[rank] > self.silence
 
     def look(self, beats: list[bytes], now: float) -> list[str]:
-        """Take in all ranks' beats at the time `now`, in seconds, and return what is to be told: a
-        line for each rank that is newly absent."""
-        if now - self._looked > self.silence / 2:  # this process itself was stopped, or starts
+        """Update the state, and return a line for each newly absent rank.
+
+        Args:
+            beats: beats of all ranks.
+            now: time in seconds.
+        """
+        if now - self._looked > self.silence / 2:  # this process was stopped, or has just started
             self._heard = [now] * len(self.names)
             self._moved = [now] * len(self.names)
         self._looked = now
@@ -155,7 +161,7 @@ class Watch:
         return told
 
     def _line(self, rank: int, where: str) -> str | None:
-        """Return what to tell of a rank, if it is absent. where: the call in which others are."""
+        """Return the message for a rank if it is absent. where: the call of the other ranks."""
         beat, now = self._beats[rank], self._looked
         if beat == LEFT:
             return None
@@ -175,5 +181,5 @@ class Watch:
 
 
 def _call(beat: bytes) -> str:
-    """Return the call that a beat names, as "train_batch 17"."""
+    """Return the call in a beat, such as "train_batch 17"."""
     return "" if beat == LEFT else beat.decode().split(" ", 2)[2]

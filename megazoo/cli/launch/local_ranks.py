@@ -1,8 +1,8 @@
-"""The launcher of ranks on this machine, for a program that was started as one process.
+"""The launcher of local ranks, for a program that was started as one process.
 
-It does what `torchrun --standalone` does, without its reports of 60 lines, and knows what the ranks
-do with signals. Ctrl-C: they save and end; a second one ends them at once. Where it can, it forks
-the ranks, which then need not import torch again.
+It works like `torchrun --standalone`, without its error reports of 60 lines, and passes signals on
+to the ranks. After Ctrl-C they save and end. A second Ctrl-C ends them immediately. If possible, it
+forks the ranks, so that they need not import torch again.
 """
 
 import gc
@@ -30,19 +30,19 @@ from megazoo.parallel.context import ParallelContext
 from megazoo.terminal import print_error
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
-PATIENCE = 30.0  # seconds that ranks have to end after one has failed, as with torchrun
+PATIENCE = 30.0  # seconds for ranks to end after one has failed, as in torchrun
 POLL = 0.05
 
 
 class Fork:
-    """A child that this process has forked, with what is used here of a subprocess.Popen."""
+    """A forked child process, with the subset of subprocess.Popen that is used here."""
 
     def __init__(self, pid: int):
         self.pid = pid
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """Return the exit code, below 0 the signal, of a child that has ended; else None."""
+        """Return the exit code of an ended child (negative: its signal), otherwise None."""
         if self.returncode is None:
             ended, status = os.waitpid(self.pid, os.WNOHANG)
             self.returncode = os.waitstatus_to_exitcode(status) if ended else None
@@ -52,9 +52,12 @@ class Fork:
 class LocalRanks:
     """The ranks of a program, as processes of this machine.
 
-    command: what starts a rank; None to fork this process instead. output: the file that gets what
-    a command prints, as subprocess has it; by default where this process prints. keep_on_interrupt:
-    whether ranks that catch SIGUSR1, too, get each Ctrl-C and go on.
+    Args:
+        tp, pp, cp, dp: sizes of the layout.
+        command: command that starts a rank. None: fork this process.
+        output: standard output of the command, as for subprocess. By default that of this process.
+        keep_on_interrupt: pass each Ctrl-C on to ranks that also catch SIGUSR1, and let them
+            continue.
     """
 
     def __init__(
@@ -69,28 +72,30 @@ class LocalRanks:
     ):
         self.output, self.keep_on_interrupt = output, keep_on_interrupt
         self.layout, self.command = ParallelContext.virtual(tp, pp, dp, cp=cp), command
-        # The ranks meet here: no port has to be chosen that another program could take meanwhile.
+        # The ranks connect here. An open socket reserves its port: no other program can take it.
         self.socket = socket.create_server(("localhost", 0))
         self.processes: list[subprocess.Popen | Fork] = []
-        self.told: int | None = None  # the first signal that was sent to the launcher
+        self.told: int | None = None  # first signal that the launcher received
         self.at_once = False
         self._first_interrupt = float("inf")
 
     def run(self) -> int | None:
-        """Start the ranks, wait for their end, and return the exit code of them all. In a rank that
-        was forked, return None at once: there the program goes on."""
+        """Start the ranks, wait for their end, and return the common exit code.
+
+        In a forked rank it returns None immediately, and the program continues there.
+        """
         for number in PASSED_ON:
-            # SIGINT is ignored in a shell's background jobs, whose ranks are to save all the same.
+            # Background jobs of a shell ignore SIGINT, but their ranks must save as well.
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup
                 signal.signal(number, self._pass_on)
         if self.command is None:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would leave no exit code
-            gc.freeze()  # else each rank would copy all objects when it ends
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if ignored, exit codes get lost
+            gc.freeze()  # otherwise each rank would copy all objects at its exit
         try:
             for rank in range(self.layout.world_size):
                 if self.told is None and not self._start(rank):
                     return None
-            # After the forks, which would not have its thread. The ranks wait for it meanwhile.
+            # Created after the forks, which would not have its thread. The ranks wait for it.
             port, descriptor = self.socket.getsockname()[1], self.socket.detach()
             _store = TCPStore(
                 "localhost",
@@ -99,19 +104,19 @@ class LocalRanks:
                 wait_for_workers=False,
                 master_listen_fd=descriptor,
             )
-            if self.told is not None:  # it may have come before the last rank could be told
+            if self.told is not None:  # the signal may have preceded the last rank
                 self._send(self.told)
             return self._exit_code(self._wait())
-        finally:  # of whatever fails here, no rank is left
+        finally:  # after any error, no rank remains
             self._send(signal.SIGKILL)
 
     def _wait(self) -> int | None:
-        """Wait until all ranks have ended. Return the first that failed, after which the others are
-        ended."""
+        """Wait until all ranks have ended. Return the first that failed, if any. After a failure,
+        the other ranks are ended."""
         failed, deadline, running = None, float("inf"), True
         while running:
             time.sleep(POLL)
-            running = self._running()  # before the look at who failed, which then misses none
+            running = self._running()  # before the check for failed ranks, which then misses none
             if failed is None:
                 failed = next((rank for rank, p in enumerate(self.processes) if p.poll()), None)
                 if failed is not None:
@@ -123,14 +128,14 @@ class LocalRanks:
         return failed
 
     def _start(self, rank: int) -> bool:
-        """Start a rank. Return False in the rank itself, if it was forked."""
+        """Start a rank. Return False in the rank itself if it was forked, otherwise True."""
         environment = of_local_rank(rank, self.layout.world_size, self.socket.getsockname()[1])
         if self.command is None:
             return self._fork(environment)
         environment = _without_launcher(os.environ) | environment
         environment.setdefault("OMP_NUM_THREADS", "1")  # each rank sets its share of the cores
-        # Of a session of its own: a terminal's Ctrl-C comes to the launcher alone, which passes it
-        # on.
+        # In a separate session, so that only the launcher receives a terminal's Ctrl-C. It passes
+        # the signal on.
         self.processes.append(
             subprocess.Popen(
                 self.command, env=environment, start_new_session=True, stdout=self.output
@@ -139,7 +144,7 @@ class LocalRanks:
         return True
 
     def _fork(self, environment: dict[str, str]) -> bool:
-        """Fork a rank. Return False in the rank, which is then as if it had been started anew."""
+        """Fork a rank. Return False in the rank, whose state is that of a newly started process."""
         caught = [number for number in PASSED_ON if signal.getsignal(number) == self._pass_on]
         sys.stdout.flush()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
@@ -167,7 +172,7 @@ class LocalRanks:
         return [process for process in self.processes if process.poll() is None]
 
     def _pass_on(self, number: int, _frame) -> None:
-        """Pass a signal on to the ranks. A second Ctrl-C ends them."""
+        """Pass a signal on to the ranks. A second Ctrl-C ends them immediately."""
         now, ranks = time.monotonic(), [process.pid for process in self._running()]
         catch = bool(ranks) and all(_catches(pid, signal.SIGUSR1) for pid in ranks)
         if number == signal.SIGINT and self.keep_on_interrupt and catch:
@@ -184,33 +189,35 @@ class LocalRanks:
 
     def _send(self, number: int) -> None:
         for process in self._running():
-            # A rank that is not training yet has nothing to save. Of SIGINT it would die with a
+            # A rank that is not training yet has nothing to save, and SIGINT would make it print a
             # traceback.
             waits = number == signal.SIGINT and not _catches(process.pid, signal.SIGUSR1)
             number_here = signal.SIGTERM if waits else number
-            with suppress(ProcessLookupError, PermissionError):  # of one that has just ended
+            with suppress(ProcessLookupError, PermissionError):  # it has just ended
                 try:
                     os.killpg(process.pid, number_here)
-                except ProcessLookupError:  # a fork that has no session of its own yet
+                except ProcessLookupError:  # a fork without a separate session yet
                     os.kill(process.pid, number_here)
 
     def _report(self, rank: int) -> None:
-        """Tell which rank has failed first, unless they were told to end, or it has told why
-        itself: a program of megazoo's ends with 1 or 2 after a line of its own."""
+        """Print which rank failed first, unless the launcher received a signal or the rank printed
+        its error itself: programs of megazoo exit with 1 or 2 after their error line."""
         code = self._code(rank)
         if self.told is None and code not in (1, 2):
             what = death_by(-code) if code < 0 else f"ended with exit code {code}"
             print_error(f"{name_of(rank, self.layout)} on {os.uname().nodename} {what}")
 
     def _code(self, rank: int) -> int:
-        """Return the exit code of a rank that has ended, below 0 the signal."""
+        """Return the exit code of an ended rank (negative: its signal)."""
         code = self.processes[rank].poll()
         assert code is not None
         return code
 
     def _exit_code(self, failed: int | None) -> int:
-        """Return 0 if all ranks ended well, what the first that failed ended with, and of a signal
-        128 and its number, as shells do."""
+        """Return 0 if all ranks succeeded, otherwise the exit code of the first that failed.
+
+        For a signal it is 128 + its number, as in shells.
+        """
         if self.at_once:
             return 128 + signal.SIGINT
         if failed is None:
@@ -222,10 +229,12 @@ class LocalRanks:
 
 
 def can_fork() -> bool:
-    """Say whether ranks can be forked from this process: a child has none of its threads, nor can
-    it use CUDA devices once this process has asked for them. What a file of the user's may have
-    started, nobody knows. Seen are Python's threads alone: nothing may have been computed by torch
-    before, whose threads a child would wait for."""
+    """Return whether ranks can be forked from this process.
+
+    A forked child has none of its threads, and cannot use CUDA after this process has initialized
+    it. A user's --import file may have started threads or CUDA. Only Python's threads are detected,
+    so torch must not have computed anything before: a child would wait for torch's threads.
+    """
     return (
         sys.platform == "linux"
         and threading.active_count() == 1
@@ -235,7 +244,7 @@ def can_fork() -> bool:
 
 
 def _without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without what a launcher has said in it."""
+    """Return the environment without the variables of a launcher."""
     return {
         name: value
         for name, value in environment.items()
@@ -244,7 +253,7 @@ def _without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _catches(pid: int, number: int) -> bool:
-    """Say whether a process has a handler for a signal; yes where nobody tells."""
+    """Return whether a process has a handler for a signal. True if unknown."""
     status = ""
     with suppress(OSError):
         status = Path(f"/proc/{pid}/status").read_text()

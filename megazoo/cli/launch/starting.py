@@ -1,4 +1,4 @@
-"""How the ranks of a program start: those that are missing."""
+"""Start the missing ranks of a program."""
 
 import ctypes
 import os
@@ -20,9 +20,18 @@ from megazoo.errors import UserError
 
 
 def data_parallel_size(tp: int, pp: int, cp: int = 1, dp: int | None = None) -> int:
-    """Return the dp that follows from the world; if the ranks are still to be started, the one that
-    is asked for, or 1. UserError with the right command if the world does not fit."""
-    # These load torch, which --help does not need.
+    """Return the data-parallel size, derived from the world size.
+
+    If the ranks are not started yet, it is `dp`, or 1.
+
+    Args:
+        tp, pp, cp: other sizes of the layout.
+        dp: requested data-parallel size, if any.
+
+    Raises:
+        UserError: the world size does not fit the layout. The message has the right command.
+    """
+    # These import torch, which --help does not need.
     import torch.distributed as dist
 
     from megazoo.parallel.sizes import data_parallel_size_for, product_of, ranks_that_fit
@@ -44,10 +53,10 @@ def data_parallel_size(tp: int, pp: int, cp: int = 1, dp: int | None = None) -> 
 
 
 def after_rank_zero(work: Callable[[], None]):
-    """Run `work` on rank 0 while all others wait, however long it takes; in a process group they
-    would run into its timeout.
+    """Run `work` on rank 0 while all others wait without a timeout, unlike in a process group.
 
-    What is returned, the ranks' store, must live until there is a process group, which may use it.
+    Returns:
+        The store of the ranks. Keep a reference until the process group exists, which may use it.
     """
     import torch.distributed as dist
 
@@ -76,19 +85,23 @@ def start_missing_ranks(
     report: Callable[[str], None] = print,
     keep_on_interrupt: bool = False,
 ) -> None:
-    """In a world of one, become the launcher of tp x pp x cp x dp local ranks of this program, if
-    more than one is needed: start them, wait for their end, and exit. Ranks that are forked return
-    from here; others run the program from its beginning.
+    """Launch tp x pp x cp x dp local ranks of this program, wait for their end, and exit.
 
-    report: prints the line that says so. keep_on_interrupt: each Ctrl-C goes to the ranks, which
-    may go on; otherwise the second one ends them.
+    It does nothing if there already are several ranks, or only one is needed. Forked ranks return
+    from this function. Other ranks run the program from its start.
+
+    Args:
+        tp, pp, cp, dp: sizes of the layout.
+        report: prints a line about the launch.
+        keep_on_interrupt: pass each Ctrl-C on to the ranks, which may continue. Otherwise a second
+            Ctrl-C ends them.
     """
     ranks = tp * pp * cp * dp
     if world_size() > 1 or ranks == 1:
         return
     report(f"starting {ranks} ranks here, as {torchrun_line(ranks)} would")
     sys.stdout.flush()
-    # This loads torch, which --help does not need.
+    # This imports torch, which --help does not need.
     from megazoo.cli.launch.local_ranks import LocalRanks, can_fork
 
     command = None if can_fork() else [sys.executable, "-u", *entry(), *sys.argv[1:]]
@@ -99,29 +112,31 @@ def start_missing_ranks(
 
 
 def end_with_launcher() -> None:
-    """Have the kernel send this process SIGTERM when its launcher, if it has one, dies, be it of
-    SIGKILL, so that no rank goes on alone. It does nothing where the kernel can't (Linux can)."""
+    """Let the kernel send SIGTERM to this process when its launcher dies, even of SIGKILL.
+
+    So no rank continues without a launcher. It does nothing without a launcher or on systems other
+    than Linux.
+    """
     if not is_child_of_launcher() or sys.platform != "linux":
         return
     set_parent_death_signal = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
     ctypes.CDLL(None).prctl(set_parent_death_signal, ctypes.c_ulong(signal.SIGTERM))
-    if _is_orphan():  # the launcher died before the kernel was asked
+    if _is_orphan():  # the launcher died before the request to the kernel
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _is_orphan() -> bool:
-    """Say whether this rank's launcher has died, as far as that can be known: torchrun does not
-    tell its process number."""
+    """Return whether this rank's launcher has died. For torchrun this is a guess, because its
+    process id is not available."""
     if launcher := megazoos_launcher():
         return not _lives(launcher)
     if os.getppid() != 1:
         return False
-    # An orphan's parent is the first process of the machine; in a container that may be torchrun
-    # itself, which is a Python.
+    # The parent of an orphan is process 1. In a container, that may be torchrun (a Python program).
     try:
         return "python" not in os.readlink("/proc/1/exe")
     except OSError as error:
-        return isinstance(error, PermissionError)  # it is another user's
+        return isinstance(error, PermissionError)  # the process of another user
 
 
 def _lives(pid: int) -> bool:
