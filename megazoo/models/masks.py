@@ -13,8 +13,7 @@ def mask_of(
     batch: MicroBatch, layers: nn.ModuleDict, dtype: torch.dtype
 ) -> torch.Tensor | Packed | MaskPerChunk | MaskPerWindow | None:
     """Return the mask of a micro-batch for CausalSelfAttention. It separates segments and applies
-    the layers' windows. None if there is one segment, this rank has all its tokens, and there is no
-    window.
+    the layers' windows. None for one segment without a window, if this rank has all its tokens.
 
     If a layer or its attention does not declare kernel_masks (see `Layer`), the mask is the result
     of `segment_mask`. Under context parallelism it is boolean masks, limited to the windows of the

@@ -84,7 +84,8 @@ GPT3 = (
 
 
 class Pretraining(NamedTuple):
-    """How to pretrain a model. source: where the learning rate comes from, in a few words."""
+    """Settings to pretrain a model. source: a short description of the source of the learning
+    rate."""
 
     lr: float
     global_batch_size: int

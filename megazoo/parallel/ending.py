@@ -53,7 +53,7 @@ class _Ending:
         store.set_timeout(timedelta(seconds=PATIENCE))
         if not _count(store, f"megazoo/{self.name}/ends", size, PATIENCE):
             return False
-        if dist.get_rank() == 0:  # rank 0 may have the store
+        if dist.get_rank() == 0:  # it may have the store
             _count(store, f"megazoo/{self.name}/left", size, LEAVING)
         else:
             store.add(f"megazoo/{self.name}/left", 1)

@@ -10,7 +10,7 @@ import torch
 
 
 def derive_seed(*what: int | str) -> int:
-    """Return a 63-bit seed for the thing named by `what`: equal names give equal seeds, on every
+    """Return a 63-bit seed derived from the names `what`. Equal names give equal seeds on every
     rank and machine."""
     digest = hashlib.blake2b("/".join(map(str, what)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -25,7 +25,7 @@ LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
-}  # the same in all published models, except for the factor
+}  # common to the published models, except the factor
 NUMBERS = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",

@@ -176,8 +176,8 @@ def _add_config(writer: "gguf.GGUFWriter", values: dict[str, Any], source: Model
 
 
 def _add_tokenizer(writer: "gguf.GGUFWriter", source: ModelSource) -> str:
-    """Add the tokenizer and the chat template. Return the reason if there is none, otherwise an
-    empty string."""
+    """Add the tokenizer and the chat template. Return the reason if the tokenizer is omitted,
+    otherwise an empty string."""
     files, reason = source.sidecar_files, ""
     with tempfile.TemporaryDirectory() as directory:
         for name, data in files.items():

@@ -48,8 +48,8 @@ SUPPORTED: dict[str, tuple] = {
 
 
 def values_of(arguments: Any) -> dict:
-    """Return the arguments, by name, from the stand-in of the object that has them. Raises
-    UserError if there are none."""
+    """Return the arguments, by name, from the placeholder of the object that has them. Raises
+    UserError if it has no arguments."""
     values = getattr(arguments, "state", arguments)
     if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
         raise UserError("it has no arguments (args), which would say what the model is")

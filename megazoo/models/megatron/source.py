@@ -38,7 +38,7 @@ def is_iteration(directory: Path) -> bool:
 
 def find_iteration(path: Path, iteration: int | None = None) -> Path:
     """Return the directory of an iteration, by default the last one that Megatron-LM wrote. Raises
-    UserError if there is none.
+    UserError if it does not exist.
 
     path: the `--save` directory of Megatron-LM, or the directory of one iteration.
     """

@@ -1,8 +1,8 @@
 """Read pickles of Megatron-LM and torch.distributed.checkpoint without calling anything.
 
 Only containers, numbers, strings and the locations of tensors are needed. Objects of other known
-classes are replaced by stand-ins that keep the pickled state; nothing is imported for them. A
-pickle that names anything else, which could be called, raises an error.
+classes become placeholders that keep the pickled state; nothing is imported for them. A pickle that
+names anything else, which could be called, raises an error.
 """
 
 import pickle
@@ -19,7 +19,7 @@ CONTAINERS = (dict, frozenset, list, set, tuple)
 BUILTINS = ("builtins", "__builtin__")  # the names in Python 3 and in older pickles
 PLAIN = {(module, kind.__name__): kind for kind in CONTAINERS for module in BUILTINS}
 PLAIN |= {("collections", "OrderedDict"): OrderedDict, ("torch", "Size"): tuple}
-# Packages and modules whose objects may occur, and are replaced by stand-ins.
+# Packages and modules whose objects may occur, and become placeholders.
 STOOD_FOR = (
     """
     megatron transformer_engine apex numpy argparse datetime enum functools pathlib signal types
@@ -50,7 +50,7 @@ STORAGES = {
 
 
 class StandIn:
-    """A stand-in for an object of a class that is not imported. state: the pickled state, or
+    """A placeholder for an object of a class that is not imported. state: the pickled state, or
     None."""
 
     def __new__(cls, *_, **__):
@@ -98,8 +98,8 @@ def unpickle(
     """Return the contents of a pickle, with a StoredTensor for each tensor. Raises UserError, with
     the path, if it would call anything.
 
-    storage: returns the Storage for a name, a dtype and a number of elements; None: there are no
-    tensors.
+    storage: returns the Storage for a name, a dtype and a number of elements; None: tensors raise
+    an error.
     """
     return _Unpickler(file, path, storage).load()
 
