@@ -1,4 +1,4 @@
-"""Files of named tensors, safetensors and .bin, of which any box of a tensor can be read."""
+"""Read boxes of named tensors from safetensors and .bin files."""
 
 from collections.abc import Callable, Iterator
 from functools import reduce
@@ -14,17 +14,17 @@ from megazoo.errors import UserError
 from megazoo.files import regular_file
 from megazoo.parallel.shard import Box
 
-STEP = 1 << 20  # bytes that are read and summed up at once
+STEP = 1 << 20  # number of bytes that are read and checksummed together
 
 
 class TensorFiles:
-    """The safetensors and .bin files of a directory, opened when they are first asked.
+    """The safetensors and .bin files of a directory. A file is opened at its first use.
 
-    A box of a tensor is a view of its file, mapped into memory: nothing is copied before it is
-    used, and nothing but tensors is unpickled. A file that is missing, broken or holds something
-    else raises UserError, which names it. bytes_read: what was asked of the files so far.
-    opened: opens a file of another format, (directory, name), and returns an object with the calls
-    of an open safetensors file.
+    A box of a tensor is a view of the memory-mapped file, which is read when the box is used. Only
+    tensors are unpickled. Raises UserError, with the name, for a file that is missing, broken or
+    has other contents. bytes_read: number of bytes requested so far. opened: opened(directory,
+    name) opens a file of another format, and returns an object with the interface of an open
+    safetensors file.
     """
 
     def __init__(self, directory: Path, opened: Callable[[Path, str], Any] | None = None):
@@ -34,14 +34,14 @@ class TensorFiles:
         self._names: dict[str, set[str]] = {}
 
     def names(self, file: str) -> set[str]:
-        """Return the names of a file's tensors."""
+        """Return the names of the tensors in a file."""
         if file not in self._open:
             self._open[file] = self._opened(self.directory, file)
             self._names[file] = set(self._open[file].keys())
         return self._names[file]
 
     def close(self) -> None:
-        """Close the files; the next question opens them again."""
+        """Close the files. The next use opens them again."""
         self._open.clear()
 
     def shape(self, file: str, name: str) -> tuple[int, ...]:
@@ -49,7 +49,7 @@ class TensorFiles:
         return tuple(self._slice(file, name).get_shape())
 
     def dtype(self, places: list[tuple[str, str]]) -> torch.dtype:
-        """Return the dtype that holds all of these tensors, each given by (file, name)."""
+        """Return the dtype that can represent all of these tensors. places: their (file, name)."""
         kinds = [self._slice(file, name)[:0].dtype for file, name in places]
         for (file, name), kind in zip(places, kinds, strict=True):
             if kind not in DTYPES:
@@ -58,7 +58,7 @@ class TensorFiles:
         return reduce(torch.promote_types, kinds)
 
     def box(self, file: str, name: str, shape: tuple[int, ...], box: Box) -> torch.Tensor:
-        """Return a box of a tensor; UserError if its shape is not `shape`."""
+        """Return a box of a tensor. Raises UserError if the shape of the tensor is not `shape`."""
         stored = self._slice(file, name)
         self.check_shape(file, name, shape)
         view = stored[tuple(slice(*bounds) for bounds in box)]
@@ -66,7 +66,7 @@ class TensorFiles:
         return view
 
     def check_shape(self, file: str, name: str, shape: tuple[int, ...]) -> None:
-        """Raise UserError if a tensor has not the shape that the model says."""
+        """Raise UserError if a tensor does not have the shape that the model needs."""
         stored = self.shape(file, name)
         if stored != shape:
             raise UserError(
@@ -90,13 +90,13 @@ def _opened(directory: Path, file: str):
         return safe_open(path, framework="pt") if path.suffix == ".safetensors" else _Pickled(path)
     except UserError:
         raise
-    except Exception as error:  # safetensors and pickle have types of their own for a broken file
+    except Exception as error:  # safetensors and pickle have custom errors for broken files
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise UserError(f"{path} can't be read: {lines[0]}", exit_code=1) from error
 
 
 class _Pickled:
-    """A .bin file, mapped into memory, with the calls of an open safetensors file."""
+    """A memory-mapped .bin file with the interface of an open safetensors file."""
 
     def __init__(self, path: Path):
         self.tensors = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
@@ -114,7 +114,7 @@ class _Pickled:
 
 
 def _is_plain(tensor) -> bool:
-    """Whether it is a tensor whose every element is in the file."""
+    """Return whether `tensor` is a dense tensor with all its elements in the file."""
     return (
         isinstance(tensor, torch.Tensor)
         and tensor.layout == torch.strided
@@ -135,7 +135,7 @@ class _PickledSlice:
 
 
 def pieces_of_file(path: Path, size: int = 1 << 24) -> Iterator[bytes]:
-    """Yield the bytes of a file; UserError, naming it, if it can't be read."""
+    """Yield the bytes of a file. Raises UserError, with its name, if it can't be read."""
     try:
         with open(regular_file(path), "rb") as file:
             while piece := file.read(size):
@@ -150,10 +150,10 @@ def crc32_of(
     *,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Compute the crc32 of a file; UserError, naming it, if it can't be read.
+    """Compute the crc32 of a file. Raises UserError, with its name, if it can't be read.
 
-    progress: is called with the number of bytes that were just read. interrupted: asked again and
-    again; once it is true, the result is of no use and comes at once.
+    progress: called with the number of bytes read since the last call. interrupted: called
+    repeatedly; once it returns True, this function returns immediately, with a meaningless result.
     """
     crc = 0
     for piece in pieces_of_file(path, STEP):

@@ -1,4 +1,5 @@
-"""Writes safetensors, streamed, and small files. When a call returns, they are on the disk."""
+"""Write safetensors files in a stream, and small files. When a call returns, the data is on the
+disk."""
 
 import errno
 import fcntl
@@ -18,16 +19,16 @@ from megazoo.errors import UserError
 from megazoo.files import open_own
 from megazoo.parallel.staging import pinned
 
-PIECE_BYTES = 8 << 20  # of a tensor that are in memory at a time while it is written
-BLOCK = 4096  # of a disk, or a multiple of it
-METADATA = {"format": "pt", "writer": "megazoo"}  # of every safetensors file that is written here
-BytesWritten = Callable[[int], object]  # is called with the number of bytes that were just written
+PIECE_BYTES = 8 << 20  # of a tensor in memory at a time, while it is written
+BLOCK = 4096  # in bytes: the block size of a disk, or a multiple of it
+METADATA = {"format": "pt", "writer": "megazoo"}  # of every safetensors file written here
+BytesWritten = Callable[[int], object]  # called with the bytes since the last call
 
 
 class LazyTensor(NamedTuple):
-    """A tensor that is made while it is written, some rows at a time.
+    """A tensor that is computed while it is written, some rows at a time.
 
-    fill: fill(rows, start) puts rows `start` and following into the tensor `rows`, [n, ...].
+    fill: fill(rows, start) copies the n rows from `start` on into the tensor `rows`, [n, ...].
     """
 
     shape: tuple[int, ...]
@@ -40,11 +41,11 @@ class LazyTensor(NamedTuple):
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor | LazyTensor]) -> dict:
-    """Stream tensors into a safetensors file; returns its {"size", "crc32"}.
+    """Stream tensors to a safetensors file, and return its {"size", "crc32"}.
 
     The format is eight bytes of header length (little-endian), a JSON header, and the raw bytes of
-    the tensors. Those of a GPU come through pinned memory. UserError names a tensor that is not
-    finite.
+    the tensors. Tensors on a GPU are copied through pinned memory. Raises UserError, with its name,
+    for a tensor that is not finite.
     """
     header: dict[str, dict] = {"__metadata__": METADATA}
     end = 0
@@ -60,7 +61,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor | LazyTenso
     text += b" " * (-len(text) % 8)
     front = bytearray(len(text).to_bytes(8, "little") + text)
     rows = [tensor.nbytes // max(1, tensor.shape[0]) for tensor in tensors.values()]
-    # A rank may own no tensor.
+    # A rank may have no tensors.
     buffer = (pinned if on_gpu else _pages)(max([PIECE_BYTES, *rows]))
     with NewFile(path, len(front) + end) as file:
         file.write(torch.frombuffer(front, dtype=torch.uint8))
@@ -72,11 +73,12 @@ def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor | LazyTenso
 
 
 class NewFile:
-    """A file of a known size, written from front to back. When its block ends, it is on the disk.
+    """A context manager that writes a file of a known size sequentially. On exit the file is on the
+    disk.
 
-    Where the system can, its blocks are taken in advance, so that a full disk shows early, and the
-    bytes go past the page cache: several times faster for what is larger than the memory that the
-    machine has at hand, and none of it is lost to the cache.
+    If the system supports it, disk space is allocated in advance, so a full disk is detected early.
+    The data bypasses the page cache. That is several times faster for files larger than the free
+    memory, and leaves that memory free.
     """
 
     def __init__(self, path: Path, size: int):
@@ -86,7 +88,7 @@ class NewFile:
         try:
             self._descriptor = os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o666)
         except OSError as error:
-            if error.errno != errno.EINVAL:  # which is how a file system says that it can't
+            if error.errno != errno.EINVAL:  # the file system does not support it
                 raise
             self._descriptor = os.open(path, flags, 0o666)
 
@@ -97,7 +99,7 @@ class NewFile:
             except OSError as error:
                 if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                     os.close(self._descriptor)
-                    raise  # else the file system can't: it goes without
+                    raise  # otherwise the file system does not support it
         return self
 
     def write(self, data: torch.Tensor) -> None:
@@ -105,7 +107,7 @@ class NewFile:
         self.crc32 = crc32(data.numpy(), self.crc32)
         while len(data):
             count = min(len(data), len(self._buffer) - self._held)
-            # torch copies without holding up other threads
+            # torch copies without blocking other threads
             self._buffer[self._held : self._held + count] = data[:count]
             self._held, data = self._held + count, data[count:]
             if self._held == len(self._buffer):
@@ -120,7 +122,7 @@ class NewFile:
             os.close(self._descriptor)
 
     def _flush(self) -> None:
-        if hasattr(os, "O_DIRECT") and self._held % BLOCK:  # the end of the file: not whole blocks
+        if hasattr(os, "O_DIRECT") and self._held % BLOCK:  # the end of the file: a partial block
             flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
             fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
         rest = self._buffer.numpy().data[: self._held]
@@ -130,8 +132,8 @@ class NewFile:
 
 
 def _pages(size: int) -> torch.Tensor:
-    """Allocate uint8 [size], in pages that go back to the system when it is dropped: as a piece of
-    the heap it would leave a hole."""
+    """Allocate uint8 [size] in pages that return to the system when the tensor is freed. On the
+    heap it would cause fragmentation."""
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=torch.uint8)
 
@@ -139,8 +141,8 @@ def _pages(size: int) -> torch.Tensor:
 def pieces_of_tensor(
     tensor: torch.Tensor | LazyTensor, buffer: torch.Tensor | None = None
 ) -> Iterator[torch.Tensor]:
-    """Yield a tensor's rows, contiguous on the CPU, as many at a time as the buffer holds, which
-    is PIECE_BYTES or a row by default."""
+    """Yield contiguous rows of a tensor on the CPU, as many at a time as fit into the buffer. By
+    default it has PIECE_BYTES, or the size of one row."""
     count, row = tensor.shape[0], math.prod(tensor.shape[1:])
     if buffer is None:
         buffer = _pages(max(PIECE_BYTES, row * tensor.dtype.itemsize))
@@ -162,7 +164,8 @@ def pieces_of_tensor(
 def check_finite(name: str, piece: torch.Tensor) -> None:
     """Raise UserError for NaN or infinity in a piece of a tensor.
 
-    One pass, at 16 (bfloat16, float16) to 31 GB/s (float32) on a core where crc32 takes 24.
+    It needs one pass, at 16 (bfloat16, float16) to 31 GB/s (float32) on a core where crc32 runs at
+    24 GB/s.
     """
     if piece.numel() and not all(math.isfinite(bound) for bound in torch.aminmax(piece)):
         dtype = str(piece.dtype).removeprefix("torch.")
@@ -171,17 +174,17 @@ def check_finite(name: str, piece: torch.Tensor) -> None:
 
 
 def write_json(path: Path, value: Any) -> dict:
-    """Write JSON to the disk; returns its {"size", "crc32"}."""
+    """Write a JSON file, and return its {"size", "crc32"}."""
     return write_atomically(path, json_bytes(value))
 
 
 def json_bytes(value: Any) -> bytes:
-    """Return a value as the text of a JSON file."""
+    """Return a value as the bytes of a JSON file."""
     return (json.dumps(value, indent=1) + "\n").encode()
 
 
 def write_atomically(path: Path, data: bytes) -> dict:
-    """Write a file that is there whole or not at all; returns its {"size", "crc32"}."""
+    """Write a file atomically, and return its {"size", "crc32"}."""
     partial = path.with_name(f".{path.name}.partial")
     with open_own(partial, truncate=True) as file:
         file.write(data)
@@ -192,5 +195,5 @@ def write_atomically(path: Path, data: bytes) -> dict:
 
 
 def sync(descriptor: int) -> None:
-    """Wait until what was written to a file is on the disk."""
+    """Wait until the data written to a file is on the disk."""
     os.fsync(descriptor)

@@ -76,7 +76,7 @@ class Choice:
 
 
 class Chooser:
-    """Base class of the ways to choose: adjusts the scores and detects the rows that end.
+    """Base class of the decoding methods: adjusts the scores and detects the rows that end.
 
     prompt: int64 [prompts, tokens]. real: which tokens are not padding, bool, or None for all.
     looks: whether the host reads the state of the group after each token. If False, it reads the
@@ -114,8 +114,8 @@ class Chooser:
     def advance(
         self, logits: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """Choose the next token of every row; returns the tokens, their sources (see Choice), and
-        what has ended."""
+        """Choose the next token of every row. Returns the tokens, their sources (see Choice), and a
+        bool tensor of what has ended."""
         raise NotImplementedError
 
     def result(self) -> torch.Tensor:
@@ -124,19 +124,20 @@ class Chooser:
 
     @property
     def broken(self) -> bool:
-        """Whether some logits were no numbers."""
+        """Whether some logits were NaN or infinite."""
         return not self.finite
 
     def _of_rows(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return logits [rows, vocabulary]; the first ones are of the prompts."""
+        """Return logits [rows, vocabulary]. The first logits are [prompts, vocabulary], and are
+        repeated."""
         return (
             logits.repeat_interleave(self.settings.rows_of_prompt, 0) if self.step == 0 else logits
         )
 
     def _adjusted(self, scores: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        """Return scores [rows, vocabulary] after the repetition penalty, with -inf for ends that
-        come too early and for tokens that would repeat an n-gram. new: int64 [rows, new tokens], so
-        far."""
+        """Return scores [rows, vocabulary] after the repetition penalty. End tokens before the
+        minimum length and tokens that would repeat an n-gram get -inf. new: the tokens so far,
+        int64 [rows, new tokens]."""
         s = self.settings
         if s.repetition_penalty != 1.0:
             if self.seen is None:
@@ -157,11 +158,11 @@ class Chooser:
         return scores
 
     def _marked_prompt(self, padding: int) -> torch.Tensor:
-        """Return the prompt with the id `padding`, which no token has, for its padding."""
+        """Return the prompt with its padding replaced by the id `padding`, which no token has."""
         return self.prompt if self.real is None else self.prompt.masked_fill(~self.real, padding)
 
     def _see(self, tokens: torch.Tensor) -> None:
-        """Note the tokens that rows have got."""
+        """Record the new tokens of the rows."""
         if self.seen is not None:
             self.seen.scatter_(1, tokens[:, None], True)
 
@@ -178,9 +179,9 @@ class Chooser:
 
 
 class Sampler(Chooser):
-    """Chooses greedily, or by sampling.
+    """Decode greedily, or by sampling.
 
-    numbers: of the prompts in the whole batch; their rows' draws follow from them.
+    numbers: indices of the prompts in the whole batch; they determine the draws of their rows.
     """
 
     def __init__(
@@ -207,9 +208,9 @@ class Sampler(Chooser):
             self.draws = torch.stack(draws).to(prompt.device)
 
     def advance(self, logits: torch.Tensor) -> tuple[torch.Tensor, None, torch.Tensor]:
-        """Choose the next token of every row; returns the tokens, no sources (see Choice), and
-        which rows have ended, bool [rows]. logits: fp32 [rows, vocabulary]; the first are [prompts,
-        vocabulary]."""
+        """Choose the next token of every row. Returns the tokens, None for the sources (see
+        Choice), and which rows have ended, bool [rows]. logits: fp32 [rows, vocabulary]; the first
+        are [prompts, vocabulary]."""
         scores = self._adjusted(self._of_rows(logits), self.tokens[:, : self.step])
         if self.settings.do_sample:
             tokens = draw(keep_likely(scores, self.settings), self.draws[:, self.step])
@@ -230,8 +231,8 @@ class Sampler(Chooser):
 
 
 def keep_likely(scores: torch.Tensor, settings: GenerationSettings) -> torch.Tensor:
-    """Divide scores [rows, vocabulary] by the temperature and set those out of top_k or top_p to
-    -inf."""
+    """Divide scores [rows, vocabulary] by the temperature, and set those outside of top_k or top_p
+    to -inf."""
     scores = scores / settings.temperature
     if 0 < settings.top_k < scores.shape[-1]:
         scores = scores.masked_fill(scores < scores.topk(settings.top_k).values[:, -1:], -torch.inf)
@@ -244,21 +245,22 @@ def keep_likely(scores: torch.Tensor, settings: GenerationSettings) -> torch.Ten
 
 
 def draw(scores: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Return the token at `uniform` [rows], float64 in [0, 1), of the probabilities' running sum:
-    int64 [rows].
+    """Return the tokens, int64 [rows], at which the cumulative probabilities reach `uniform`
+    [rows], float64 in [0, 1).
 
-    Not torch.multinomial, whose draws would depend on the device and on who else is in the batch.
+    torch.multinomial is not used, because its draws depend on the device and on the other rows of
+    the batch.
     """
     sums = scores.double().softmax(dim=-1).cumsum(dim=-1)
     tokens = torch.searchsorted(sums, uniform[:, None] * sums[:, -1:], right=True)[:, 0]
-    return tokens.clamp(max=scores.shape[-1] - 1)  # of sums that are NaN, too
+    return tokens.clamp(max=scores.shape[-1] - 1)  # also if the sums are NaN
 
 
 def repeating(tokens: torch.Tensor, size: int, vocabulary: int) -> torch.Tensor:
-    """Return which tokens would make a row have some `size` tokens in succession twice: bool
-    [rows, vocabulary].
+    """Return which tokens would repeat an n-gram of `size` tokens in a row: bool [rows,
+    vocabulary].
 
-    tokens: int64 [rows, tokens], in which the number `vocabulary` stands for padding.
+    tokens: int64 [rows, tokens]; the id `vocabulary` stands for padding.
     """
     banned = torch.zeros(len(tokens), vocabulary + 1, dtype=torch.bool, device=tokens.device)
     if tokens.shape[1] >= size:
@@ -274,8 +276,8 @@ def _generator(seed: int, row: int, copy: int) -> torch.Generator:
 
 
 class BeamSearch(Chooser):
-    """Searches beams as transformers does: of each prompt the best num_beams rows go on, and the
-    best of those that ended are kept."""
+    """Beam search as in transformers: the best num_beams rows of each prompt are continued, and the
+    best rows that ended are kept."""
 
     def __init__(
         self, settings: GenerationSettings, prompt: torch.Tensor, real: torch.Tensor | None
@@ -292,7 +294,7 @@ class BeamSearch(Chooser):
         self.can_improve = torch.ones(rows, dtype=torch.bool, device=device)
 
     def advance(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Choose the next token of every beam; returns the tokens, their sources (see Choice), and
+        """Choose the next token of every beam. Returns the tokens, their sources (see Choice), and
         whether the search is over, bool. logits: fp32 [rows x beams, vocabulary]; the first are
         [rows, vocabulary]."""
         s, (rows, beams) = self.settings, self.scores.shape
@@ -307,7 +309,7 @@ class BeamSearch(Chooser):
         ended = self._ended(token, tokens) | (self.step == s.max_new_tokens)
 
         self._keep(tokens, best, ended)
-        self.scores, chosen = (best + ended * NOTHING).topk(beams)  # the best that go on
+        self.scores, chosen = (best + ended * NOTHING).topk(beams)  # the best that are continued
         self.tokens = _of_beams(tokens, chosen)
         first = torch.arange(0, rows * beams, beams, device=beam.device)[:, None]
         sources = (beam.gather(1, chosen) + first).flatten()
@@ -325,8 +327,8 @@ class BeamSearch(Chooser):
         return self.tokens[:, :, -1].flatten(), sources, over.all() | ended.all()
 
     def _keep(self, tokens: torch.Tensor, best: torch.Tensor, ended: torch.Tensor) -> None:
-        """Keep the rows that ended, if they are among the best num_beams and better than those kept
-        before."""
+        """Keep the rows that ended, if they are among the best num_beams and better than the rows
+        kept before."""
         s, beams = self.settings, self.scores.shape[1]
         counts = ended & self.can_improve[:, None]
         counts[:, beams:] = False
@@ -344,7 +346,7 @@ class BeamSearch(Chooser):
         self.kept_lengths = lengths.gather(1, chosen)
 
     def _full(self) -> torch.Tensor:
-        """Return of which rows num_beams have ended: bool [rows]."""
+        """Return which prompts have num_beams ended rows: bool [rows]."""
         return (self.kept_lengths > 0).all(dim=1)
 
     def result(self) -> torch.Tensor:
@@ -355,6 +357,5 @@ class BeamSearch(Chooser):
 
 
 def _of_beams(values: torch.Tensor, beams: torch.Tensor) -> torch.Tensor:
-    """Return, of values [rows, beams, tokens], those of the beams [rows, chosen]: [rows, chosen,
-    tokens]."""
+    """Select values [rows, beams, tokens] by the beams [rows, chosen]: [rows, chosen, tokens]."""
     return values.gather(1, beams[:, :, None].expand(-1, -1, values.shape[-1]))

@@ -6,19 +6,20 @@ embeddings.
     x = x + dropout(down(activation(up(mlp_norm(x)))))
     logits = norm(x) @ embedding.weight^T                         last stage (untied: head.weight)
 
-Attention is causal; segments (packed documents, and padding as one more) hide further tokens from
-each other. Weights [outputs, inputs] and where tensor parallelism cuts them:
+Attention is causal, and tokens attend only to tokens of their own segment (packed documents;
+padding is a separate segment). Weights are [out_features, in_features]. Tensor parallelism shards
+them like this:
 
     embedding, head    rows: the vocabulary
     attention.qkv      rows: whole heads of each of q, k, v
     attention.output   columns: whole heads
     mlp.up             rows: inner features
     mlp.down           columns: inner features
-    not cut            norms, position_embedding, biases of output and down
+    replicated         norms, position_embedding, biases of output and down
 
-Biases of qkv and up are cut like their rows. Embedding and head are tied by default: one parameter
-where the first and the last stage are on one rank, otherwise a copy on each of the two ranks, which
-stay equal.
+Biases of qkv and up are sharded like the rows of their weights. Embedding and head are tied by
+default. They are one parameter if the same rank has the first and the last stage. Otherwise each of
+the two ranks has a copy, and the copies stay equal.
 """
 
 import math
@@ -49,7 +50,7 @@ from megazoo.parallel.stages import Stage
 
 @dataclass(frozen=True)
 class GPT2Config(ModelConfig):
-    """The defaults are GPT-2's smallest, 124 million parameters."""
+    """Configure a GPT2. The defaults are the smallest GPT-2, with 124 million parameters."""
 
     vocab_size: int = 50257
     max_positions: int = 1024
@@ -59,10 +60,10 @@ class GPT2Config(ModelConfig):
     ffn_size: int = 0  # 0: 4 x hidden_size
     embedding_dropout: float = 0.1
     attention_dropout: float = 0.1  # of the attention probabilities
-    residual_dropout: float = 0.1  # of what attention and MLP add
+    residual_dropout: float = 0.1  # of the outputs of attention and MLP
     activation: str = "gelu_new"  # or another of Hugging Face's names: see megazoo.layers.mlp
-    scale_attention: bool = True  # divide the scores by the root of the head size
-    scale_by_inverse_layer: bool = False  # divide them by the layer's number, from 1, too
+    scale_attention: bool = True  # divide the scores by sqrt(head size)
+    scale_by_inverse_layer: bool = False  # also divide them by the layer's index + 1
     layer_norm_epsilon: float = 1e-5
     tie_embeddings: bool = True
 
@@ -79,8 +80,8 @@ class GPT2Config(ModelConfig):
 
 
 class Block(Layer):
-    """A layer: [batch, sequence, hidden] -> the same. The residual projections start smaller, by
-    depth, as GPT-2's do. index: of the layer in the whole model."""
+    """One layer: [batch, sequence, hidden] -> the same shape. The initial weights of the residual
+    projections are scaled down by depth, as in GPT-2. index: global index of the layer."""
 
     kernel_masks = True
 

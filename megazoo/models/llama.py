@@ -6,21 +6,21 @@ positions, grouped queries, SwiGLU.
     x = x + down(activation(gate(mlp_norm(x))) * up(mlp_norm(x)))
     logits = norm(x) @ head.weight^T                                last stage (tied: the embedding)
 
-Rotary positions turn queries and keys. Attention is causal; segments (packed documents, and padding
-as one more) hide further tokens from each other. Weights [outputs, inputs] and where tensor
-parallelism cuts them:
+Rotary embeddings rotate queries and keys. Attention is causal, and tokens attend only to tokens of
+their own segment (packed documents; padding is a separate segment). Weights are [out_features,
+in_features]. Tensor parallelism shards them like this:
 
     embedding, head    rows: the vocabulary
     attention.qkv      rows: whole heads of each of q, k, v
     attention.output   columns: whole heads
-    mlp.gate_up        rows: inner features of each of both
+    mlp.gate_up        rows: inner features of gate and of up
     mlp.down           columns: inner features
-    not cut            norms, biases of output and down
+    replicated         norms, biases of output and down
 
-KV heads go with their queries; where tp exceeds their number, several ranks hold the same one.
-Biases of qkv and gate_up, if any, are cut like their rows. Embedding and head are apart by default;
-if tied: one parameter where the first and the last stage are on one rank, otherwise a copy on each
-of the two ranks, which stay equal.
+Each rank has the KV heads of its queries; if tp exceeds their number, they are replicated. Biases
+of qkv and gate_up, if any, are sharded like the rows of their weights. Embedding and head are
+separate by default. If tied, they are one parameter if the same rank has the first and the last
+stage. Otherwise each of the two ranks has a copy, and the copies stay equal.
 """
 
 import math
@@ -50,11 +50,11 @@ from megazoo.parallel.stages import Stage
 
 @dataclass(frozen=True)
 class LlamaFamilyConfig(ModelConfig):
-    """Sizes and settings of LLaMA and of the families that are built on it. The defaults are those
-    of LLaMA 1 with 7 billion parameters."""
+    """Configure LLaMA and the families that are built on it. The defaults are LLaMA 1 with 7
+    billion parameters."""
 
     vocab_size: int = 32000
-    max_positions: int = 2048  # rope_scaling may take the model further: see megazoo.layers.Rotary
+    max_positions: int = 2048  # rope_scaling may extend it: see megazoo.layers.Rotary
     hidden_size: int = 4096
     layers: int = 32
     heads: int = 32
@@ -67,7 +67,7 @@ class LlamaFamilyConfig(ModelConfig):
     rope_scaling: dict | None = None  # Hugging Face's keys: see megazoo.layers.Rotary
     attention_dropout: float = 0.0  # of the attention probabilities
     tie_embeddings: bool = False
-    # A family that has biases by choice makes fields of these.
+    # A family with optional biases declares these as fields.
     attention_bias = False
     mlp_bias = False
 
@@ -78,7 +78,7 @@ class LlamaFamilyConfig(ModelConfig):
 
 @dataclass(frozen=True)
 class LlamaConfig(LlamaFamilyConfig):
-    """LLaMA, with biases if asked for."""
+    """Configure a Llama, optionally with biases."""
 
     attention_bias: bool = False  # on qkv and output
     mlp_bias: bool = False  # on gate_up and down
@@ -106,8 +106,8 @@ def _rotary(c: LlamaFamilyConfig) -> Rotary:
 
 
 class Block(Layer):
-    """A layer: [batch, sequence, hidden] -> the same. The residual projections start smaller, by
-    depth. index: of the layer in the whole model."""
+    """One layer: [batch, sequence, hidden] -> the same shape. The initial weights of the residual
+    projections are scaled down by depth. index: global index of the layer."""
 
     kernel_masks = True
 
@@ -135,7 +135,7 @@ class Block(Layer):
         )
 
     def attention_settings(self, config: LlamaFamilyConfig, index: int) -> dict:
-        """Return more arguments of CausalSelfAttention, for a family that needs them, such as
+        """Return additional arguments of CausalSelfAttention for a family that needs them, such as
         {"soft_cap": 50.0}."""
         return {}
 
@@ -208,13 +208,13 @@ class Llama(Model):
 
     @classmethod
     def longest_sequence(cls, config: LlamaConfig) -> int:
-        """Return how many tokens the longest sequence has: max_positions, or more with a rotary
-        scaling that stretches them (see `Rotary.longest`)."""
+        """Return the maximum sequence length in tokens: max_positions, or more if the rotary
+        scaling extends it (see `Rotary.longest`)."""
         return _rotary(config).longest
 
     @classmethod
     def can_cache(cls, config: LlamaConfig, length: int) -> bool:
-        # Past the model's context dynamic scaling turns all keys anew with every token.
+        # Beyond the model's context, dynamic scaling rotates all keys again for every token.
         kind = (config.rope_scaling or {}).get("rope_type")
         return kind != "dynamic" or length <= config.max_positions
 
@@ -222,7 +222,7 @@ class Llama(Model):
     def stage_costs(cls, config: LlamaConfig) -> tuple[float, float, float]:
         c, head_size = config, config.head_size or config.hidden_size // config.heads
         projections = 2 * c.hidden_size * head_size * (c.heads + c.kv_heads)
-        # at a usual training length, not the longest
+        # at a typical training length, not the maximum
         scores = min(c.max_positions, 4096) * c.heads * head_size
         layer = projections + scores + 3 * c.hidden_size * c.ffn_size
         return layer, 2 * c.hidden_size, (c.num_labels or c.vocab_size) * c.hidden_size

@@ -1,4 +1,4 @@
-"""What a stage of a model gives to all its layers to hide tokens from each other."""
+"""Attention masks, which a stage of a model passes to all its layers."""
 
 import torch
 from torch import nn
@@ -12,13 +12,12 @@ from megazoo.layers.masks import additive, masks_of_chunks, window_mask
 def mask_of(
     batch: MicroBatch, layers: nn.ModuleDict, dtype: torch.dtype
 ) -> torch.Tensor | Packed | MaskPerChunk | MaskPerWindow | None:
-    """Return what hides a micro-batch's segments from each other, and what is beyond the layers'
-    windows, as CausalSelfAttention takes it; None where there is one segment, of which this rank
-    has all tokens, and no window.
+    """Return the mask of a micro-batch for CausalSelfAttention. It separates segments and applies
+    the layers' windows. None for one segment without a window, if this rank has all its tokens.
 
-    Where a layer or its attention does not declare kernel_masks (see `Layer`), the mask is what
-    `segment_mask` returns; under context parallelism boolean masks, within the windows of the
-    attentions that declare it. dtype: of the activations.
+    If a layer or its attention does not declare kernel_masks (see `Layer`), the mask is the result
+    of `segment_mask`. Under context parallelism it is boolean masks, limited to the windows of the
+    attentions that declare kernel_masks. dtype: of the activations.
     """
     modules = list(layers.values())
     if not modules:
@@ -30,7 +29,7 @@ def mask_of(
     windows = set() if all_ours else {None}
     if plain or batch.cut is not None:
         windows |= {declared(each, "window") for each in ours}
-    else:  # a mask of all tokens attention itself makes narrower
+    else:  # attention itself limits a mask of all tokens to its window
         windows = {None}
     packed = plain and all(isinstance(each, Layer) and each.takes_packed(dtype) for each in ours)
     device = next(modules[0].parameters()).device
@@ -48,7 +47,7 @@ def _mask_of_window(
     dtype: torch.dtype,
     device: torch.device,
 ) -> torch.Tensor | Packed | MaskPerChunk | None:
-    """Return the mask for layers of a window, None standing for all tokens."""
+    """Return the mask for layers with a window (None: all tokens)."""
     if batch.cut is not None:
         return masks_of_chunks(
             batch.cut,
@@ -65,11 +64,11 @@ def _mask_of_window(
         return Packed(batch.boundaries, queries)
     cache = batch.cache if batch.cache and batch.cache.used > 0 else None
     if cache and queries == 1 and cache.windows:
-        window = None  # the cache has nothing that is beyond
+        window = None  # the cache has no tokens outside the window
     narrow = window is not None and batch.keys > window
     if batch.segments is not None:
         mask = segment_mask(batch.segments, queries, window)
-    elif narrow and not cache and packed and device.type == "cuda":  # whose kernel skips the rest
+    elif narrow and not cache and packed and device.type == "cuda":  # the kernel skips the rest
         return Packed(torch.arange(rows + 1, device=device).int() * queries, queries)
     elif narrow or (cache and queries > 1):
         mask = window_mask(queries, batch.keys, window or batch.keys, device)
@@ -81,8 +80,8 @@ def _mask_of_window(
 def alibi_mask_of(
     batch: MicroBatch, alibi: ALiBi, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor | MaskPerChunk:
-    """Return the bias of a micro-batch's distances, which hides its segments from each other, too,
-    as CausalSelfAttention takes it."""
+    """Return the ALiBi bias of a micro-batch for CausalSelfAttention. It also separates
+    segments."""
     if batch.cut is None:
         mask = segment_mask(batch.segments, batch.shape[1])
         return alibi(batch.shape[1], batch.keys, dtype, device, mask, batch.position)

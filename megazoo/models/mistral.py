@@ -1,6 +1,6 @@
-"""Mistral (Jiang et al. 2023): a LLaMA whose queries attend to a window of tokens.
+"""Mistral (Jiang et al. 2023): LLaMA with sliding-window attention.
 
-Everything else is as in llama.py. Version 0.1 has windows, later versions attend to all tokens.
+Everything else is as in llama.py. Version 0.1 has windows; later versions attend to all tokens.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from megazoo.models.registry import register
 
 @dataclass(frozen=True)
 class MistralConfig(llama.LlamaFamilyConfig):
-    """The defaults are those of transformers."""
+    """Configure a Mistral. The defaults are those of transformers."""
 
     max_positions: int = 131072
     kv_heads: int = 8  # 0: as many as heads

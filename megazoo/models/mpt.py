@@ -1,4 +1,4 @@
-"""MPT (MosaicML 2023) as llm-foundry means it: ALiBi or learned positions, pre-norm blocks, exact
+"""MPT (MosaicML 2023) as defined by llm-foundry: ALiBi or learned positions, pre-norm blocks, exact
 GELU.
 
     x = dropout(embedding(ids) [+ position_embedding(positions)])   first stage
@@ -7,12 +7,13 @@ GELU.
     logits = norm(x) @ embedding.weight^T [* logit_scale]           last stage (untied: head.weight)
 
 ALiBi is added to the attention scores; positions are learned only without it. Queries, keys and
-values can be clipped (clip_qkv), and then queries and keys normalised, each over all heads
-(qk_norm), with an epsilon of 1e-5 whatever norm_epsilon is: llm-foundry does not hand its norm_eps
-on to q_ln and k_ln.
+values can be clipped (clip_qkv). Queries and keys can then be normalised, each over all heads
+(qk_norm). That norm has an epsilon of 1e-5, regardless of norm_epsilon, because llm-foundry does
+not pass its norm_eps to q_ln and k_ln.
 
-Attention is causal; segments (packed documents, and padding as one more) hide further tokens from
-each other. Weights [outputs, inputs] and where tensor parallelism cuts them:
+Attention is causal, and tokens attend only to tokens of their own segment (packed documents;
+padding is a separate segment). Weights are [out_features, in_features]. Tensor parallelism shards
+them like this:
 
     embedding, head            rows: the vocabulary
     attention.qkv              rows: whole heads of each of q, k, v
@@ -20,12 +21,13 @@ each other. Weights [outputs, inputs] and where tensor parallelism cuts them:
     attention.output           columns: whole heads
     mlp.up                     rows: inner features
     mlp.down                   columns: inner features
-    not cut                    position_embedding, the other norms, biases of output and down
+    replicated                 position_embedding, the other norms, biases of output and down
 
-A rank adds the ALiBi slopes of its own heads. KV heads go with their queries; where tp exceeds
-their number, several ranks hold the same one. Biases of qkv and up, if any, are cut like their
-rows. Embedding and head are tied by default: one parameter where the first and the last stage are
-on one rank, otherwise a copy on each of the two ranks, which stay equal.
+Each rank uses the ALiBi slopes of its heads. Each rank has the KV heads of its queries; if tp
+exceeds their number, they are replicated. Biases of qkv and up, if any, are sharded like the rows
+of their weights. Embedding and head are tied by default. They are one parameter if the same rank
+has the first and the last stage. Otherwise each of the two ranks has a copy, and the copies stay
+equal.
 """
 
 import math
@@ -61,7 +63,7 @@ QK_NORM_EPSILON = 1e-5
 
 @dataclass(frozen=True)
 class MPTConfig(ModelConfig):
-    """The defaults are mpt-7b's, 6.6 billion parameters."""
+    """Configure an MPT. The defaults are mpt-7b, with 6.6 billion parameters."""
 
     vocab_size: int = 50432
     max_positions: int = 2048
@@ -78,10 +80,10 @@ class MPTConfig(ModelConfig):
     softmax_scale: float | None = None  # None: head size ** -0.5
     logit_scale: float | None = None
     bias: bool = False  # on every norm and linear layer
-    norm_epsilon: float = 1e-5  # but for the norms of queries and keys: see QK_NORM_EPSILON
+    norm_epsilon: float = 1e-5  # except the norms of queries and keys: see QK_NORM_EPSILON
     embedding_dropout: float = 0.0
     attention_dropout: float = 0.0  # of the attention probabilities
-    residual_dropout: float = 0.0  # of what attention and MLP add
+    residual_dropout: float = 0.0  # of the outputs of attention and MLP
     tie_embeddings: bool = True
 
     def __post_init__(self):
@@ -99,15 +101,15 @@ class MPTConfig(ModelConfig):
 
 
 def _head_norm(config: MPTConfig, heads: int, unit: int) -> HeadwiseLayerNorm:
-    """Make the norm of queries or keys. unit: the features that tensor parallelism keeps
-    together."""
+    """Return the norm of queries or keys. unit: number of features that tensor parallelism does not
+    split."""
     features = config.hidden_size // config.heads * heads
     return HeadwiseLayerNorm(features, unit, QK_NORM_EPSILON, bias=config.bias)
 
 
 class Block(Layer):
-    """A layer: [batch, sequence, hidden] -> the same. The residual projections start smaller, by
-    depth. index: of the layer in the whole model."""
+    """One layer: [batch, sequence, hidden] -> the same shape. The initial weights of the residual
+    projections are scaled down by depth. index: global index of the layer."""
 
     kernel_masks = True
 
@@ -189,13 +191,13 @@ class MPT(Model):
         if stage.last:
             x = self.norm(x)
             if self.config.logit_scale is not None and not self.config.num_labels:
-                x = x * self.config.logit_scale  # which takes less than on the logits
+                x = x * self.config.logit_scale  # cheaper than scaling the logits
         return x
 
     @classmethod
     def stage_costs(cls, config: MPTConfig) -> tuple[float, float, float]:
         c, kv_size = config, config.hidden_size // config.heads * config.kv_heads
         layer = 2 * c.hidden_size * (c.hidden_size + kv_size) + 2 * c.hidden_size * c.ffn_size
-        # at a usual training length, not the longest
+        # at a typical training length, not the maximum
         scores = min(c.max_positions, 4096) * c.hidden_size
         return layer + scores, 2 * c.hidden_size, (c.num_labels or c.vocab_size) * c.hidden_size

@@ -1,9 +1,9 @@
-"""Modules of torch's own, or of a user, inside a model: parameters that no layer of megazoo has
-made, buffers, and tensors that are attributes.
+"""Plain modules in a model, from torch or from the user: their parameters, buffers and tensor
+attributes, which no layer of megazoo made.
 
-Such a parameter is the same on all tp ranks. Its initial values depend on the seed and its global
-name alone: its module's own reset_parameters() draws them. What the constructors give otherwise
-(ones, a table) is kept, if it does not depend on torch's random generator.
+Plain parameters are replicated on all tp ranks. Their initial values depend only on the seed and
+their global names: the module's reset_parameters() draws them. Values from constructors (ones, a
+table) are kept if they do not depend on torch's random generator.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,8 +18,8 @@ from megazoo.parallel.random import derive_seed
 
 
 def plain_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yield the global name of each plain parameter, its module, and its name there; one that
-    several modules share once."""
+    """Yield the global name of each plain parameter, its module, and its name in that module. A
+    parameter that several modules share is yielded once."""
     seen = set()
     for prefix, module in model.named_modules():
         if _is_cut(module):
@@ -31,14 +31,15 @@ def plain_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 def _is_cut(module: nn.Module) -> TypeGuard[ShardedModule]:
-    """Return whether a module says how its parameters are cut; a layer made of others does not."""
+    """Return whether a module defines how its own parameters are sharded. Layers that only contain
+    other layers do not."""
     return isinstance(module, ShardedModule) and bool(module.specs)
 
 
 def check_plain(model: nn.Module) -> None:
-    """Raise UserError for a plain module or parameter that can't be the same in every layout, for
-    one that a ShardedModule has without saying how it is cut, and for one that an attribute of
-    Model hides."""
+    """Raise UserError for a plain module or parameter that can't be the same in every layout, for a
+    parameter of a ShardedModule without a sharding, and for a name that hides an attribute of
+    Model."""
     for name in (*model._modules, *model._parameters, *model._buffers):
         if hasattr(type(model), name):
             raise UserError(f"{name} is an attribute of every Model: give this part another name")
@@ -63,8 +64,8 @@ def check_plain(model: nn.Module) -> None:
 
 
 def initialize_plain(model: nn.Module, again: Callable[[], nn.Module], seed: int) -> None:
-    """Give plain parameters and buffers their initial values. again: builds the model once more,
-    for a comparison. UserError, with the name, for values that are drawn while it is built."""
+    """Initialize plain parameters and buffers. again: builds the model once more, for a comparison.
+    Raises UserError, with the name, for values that are drawn while the model is built."""
     given = _given(model)
     if given:
         others = _given(again())
@@ -75,7 +76,7 @@ def initialize_plain(model: nn.Module, again: Callable[[], nn.Module], seed: int
                     "depend on the layout: fill it in its module's reset_parameters()"
                 )
     with torch.random.fork_rng(devices=[]):
-        for name, module in reversed(list(model.named_modules())):  # parts before their whole
+        for name, module in reversed(list(model.named_modules())):  # children before their parents
             if not _is_cut(module) and (reset := _reset_of(module)):
                 torch.manual_seed(derive_seed(seed, name))
                 reset()
@@ -84,8 +85,8 @@ def initialize_plain(model: nn.Module, again: Callable[[], nn.Module], seed: int
 def place_plain(
     model: nn.Module, device: torch.device | str, dtype: torch.dtype | None = None
 ) -> None:
-    """Move plain parameters, buffers and attributes to a device. dtype: of the parameters that are
-    of floating point; the others keep theirs, as a table of angles has to."""
+    """Move plain parameters, buffers and attributes to a device. dtype: of the floating-point
+    parameters; everything else keeps its dtype, as a table of angles must."""
     moved: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         if not _is_cut(module):
@@ -102,10 +103,10 @@ def place_plain(
 
 
 def check_stages(model: Any, elsewhere: Callable[[int | None], Any]) -> None:
-    """Raise UserError if several pipeline ranks have a parameter that should be one, and is not
-    tied: they build it by one name, or modules of different stages share it.
+    """Raise UserError if several pipeline ranks have copies of a parameter that is not tied,
+    because they build it under one name, or because modules of different stages share it.
 
-    elsewhere: makes what a pipeline rank has; of None, the whole model.
+    elsewhere: builds the model of a pipeline rank; for None, the whole model.
     """
     if model.ctx.pp_size == 1:
         return
@@ -134,8 +135,8 @@ def check_stages(model: Any, elsewhere: Callable[[int | None], Any]) -> None:
 
 
 def _are_tied(names: list[str], ranks: list[dict[str, nn.Parameter]], tied: set[str]) -> bool:
-    """Return whether all these names are those of one tied parameter, on each rank that has it.
-    ranks: the parameters of each, by name."""
+    """Return whether all these names are names of one tied parameter on each rank that has it.
+    ranks: parameters of each rank, by name."""
     return any(
         all(own[name] is own.get(one) for own in ranks for name in own.keys() & names)
         for one in tied
@@ -143,7 +144,7 @@ def _are_tied(names: list[str], ranks: list[dict[str, nn.Parameter]], tied: set[
 
 
 def _reset_of(module: nn.Module) -> Callable[[], None] | None:
-    """Return what draws a module's own parameters anew."""
+    """Return the function that initializes a module's own parameters, or None."""
     return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
 
 
@@ -154,12 +155,12 @@ def _attributes(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor, which are equal where it is not a number, too."""
+    """Return the bytes of a tensor, to compare NaN as equal."""
     return tensor.reshape(-1).contiguous().view(torch.uint8)
 
 
 def _given(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the tensors whose values only the constructors give, by their names."""
+    """Return the tensors whose values only constructors set, by name."""
     given = {}
     for prefix, module in model.named_modules():
         tensors = [*module.named_buffers(recurse=False), *_attributes(module)]

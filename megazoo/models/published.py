@@ -1,5 +1,5 @@
-"""Where the presets come from: their names on the Hugging Face hub, and the learning rate and batch
-that they were pretrained with, where these were published."""
+"""Sources of the presets: their names on the Hugging Face hub, and the published learning rates and
+batch sizes of their pretraining."""
 
 import math
 from dataclasses import dataclass
@@ -10,10 +10,10 @@ MILLION = 1_000_000
 
 @dataclass(frozen=True)
 class Published:
-    """Where a preset comes from.
+    """The source of a preset.
 
-    hub: its name on the Hugging Face hub, if it is there. lr: the peak learning rate of AdamW in
-    its pretraining, batch_tokens: tokens per optimizer step there; None where not published.
+    hub: its name on the Hugging Face hub, or None. lr: peak learning rate of AdamW in pretraining.
+    batch_tokens: tokens per optimizer step in pretraining. Both are None if not published.
     """
 
     hub: str | None
@@ -84,7 +84,8 @@ GPT3 = (
 
 
 class Pretraining(NamedTuple):
-    """How to pretrain a model. source: where the learning rate comes from, in a few words."""
+    """Settings to pretrain a model. source: a short description of the source of the learning
+    rate."""
 
     lr: float
     global_batch_size: int
@@ -92,11 +93,12 @@ class Pretraining(NamedTuple):
 
 
 def pretraining_defaults(parameters: int, preset: str | None, seq_length: int) -> Pretraining:
-    """Return the learning rate and the batch for a model that starts from random weights: those
-    that were published for the preset, otherwise those of GPT-3's model of the nearest size.
+    """Return the learning rate and batch size for training from random weights: the published
+    values of the preset, otherwise those of the GPT-3 model of the nearest size.
 
-    parameters: of the model. preset: its name, if it has the preset's sizes. seq_length: tokens of
-    a sequence. The batch, in sequences, is the power of two that is nearest to the tokens.
+    parameters: number of parameters of the model. preset: its name, if the model has the preset's
+    sizes, otherwise None. seq_length: tokens per sequence. The batch, in sequences, is the power of
+    two that is nearest to the published number of tokens.
     """
     size, lr, tokens = min(GPT3, key=lambda row: abs(math.log(parameters / (row[0] * MILLION))))
     known = PUBLISHED.get(preset or "", Published(None))

@@ -1,8 +1,9 @@
-"""Pythia (Biderman et al. 2023), a GPT-NeoX: attention and MLP read the same x, side by side.
+"""Pythia (Biderman et al. 2023), a GPT-NeoX: attention and MLP have the same input x, in parallel.
 
     x = x + dropout(attention(attention_norm(x))) + dropout(mlp(mlp_norm(x)))       each layer
 
-Rotary positions turn the first quarter of a head. Tensor parallelism cuts as in gpt2.py.
+Rotary embeddings rotate the first quarter of each head's features. Tensor parallelism shards the
+weights as in gpt2.py.
 """
 
 import math
@@ -27,7 +28,7 @@ from megazoo.parallel.stages import Stage
 
 @dataclass(frozen=True)
 class PythiaConfig(ModelConfig):
-    """The defaults are transformers'."""
+    """Configure a Pythia. The defaults are those of transformers."""
 
     vocab_size: int = 50432
     max_positions: int = 2048
@@ -38,11 +39,11 @@ class PythiaConfig(ModelConfig):
     activation: str = "gelu"  # or another of Hugging Face's names: see megazoo.layers.mlp
     norm_epsilon: float = 1e-5
     rope_theta: float = 10000.0
-    rotary_fraction: float = 0.25  # of a head's features, the first ones
-    parallel: bool = True  # attention and MLP side by side; False: one after the other
+    rotary_fraction: float = 0.25  # share of a head's features (the first ones) that are rotated
+    parallel: bool = True  # attention and MLP have the same input; False: sequential
     attention_bias: bool = True  # on qkv and output
     attention_dropout: float = 0.0  # of the attention probabilities
-    residual_dropout: float = 0.0  # of the embedding, and of what attention and MLP add
+    residual_dropout: float = 0.0  # of the embedding and of the outputs of attention and MLP
     tie_embeddings: bool = False
 
     def __post_init__(self):
@@ -60,7 +61,7 @@ class PythiaConfig(ModelConfig):
 
 
 class Block(Layer):
-    """A layer: [batch, sequence, hidden] -> the same. index: of it in the whole model."""
+    """One layer: [batch, sequence, hidden] -> the same shape. index: global index of the layer."""
 
     kernel_masks = True
 

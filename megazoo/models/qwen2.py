@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5 (Yang et al. 2024): a LLaMA with biases on queries, keys and values.
+"""Qwen2 and Qwen2.5 (Yang et al. 2024): LLaMA with biases on queries, keys and values.
 
 Everything else is as in llama.py. Layers after the first `full_layers` can have a window; the
 published models have none.
@@ -16,14 +16,14 @@ from megazoo.models.registry import register
 
 @dataclass(frozen=True)
 class Qwen2Config(llama.LlamaFamilyConfig):
-    """The defaults are those of transformers."""
+    """Configure a Qwen2. The defaults are those of transformers."""
 
     vocab_size: int = 151936
     max_positions: int = 32768
     kv_heads: int = 32  # 0: as many as heads
     ffn_size: int = 22016
     window: int = 0  # tokens that a query attends to, itself included; 0: all before it
-    full_layers: int = 0  # the first ones, which have no window
+    full_layers: int = 0  # number of first layers that have no window
     attention_bias = True  # on qkv
 
     @classmethod
@@ -42,7 +42,7 @@ class Block(llama.Block):
 
 
 def _published(*sizes: Any, **more: Any) -> Qwen2Config:
-    """sizes: from vocab_size to ffn_size, in the order of the fields."""
+    """Return a published config. sizes: from vocab_size to ffn_size, in the order of the fields."""
     return Qwen2Config(*sizes, rope_theta=1e6, **more)
 
 

@@ -1,4 +1,4 @@
-"""From any source of named tensors to shards of any layout, one tensor at a time."""
+"""Convert any source of named tensors to shards of any layout, one tensor at a time."""
 
 from pathlib import Path
 
@@ -25,9 +25,9 @@ def write_shards(
     overwrite: bool = False,
     progress: BytesWritten = lambda _: None,
 ) -> None:
-    """Write all that `source` holds, optimizer state too, as shards for tp x pp.
+    """Write all tensors of `source`, including optimizer state, as shards for tp x pp.
 
-    dtype: of the weights; as stored, by default.
+    dtype: of the weights; by default as stored.
     """
     config, family = source.config, source.model
     family.check(config, tp, pp)
@@ -77,7 +77,7 @@ def _lazy_shard(
     dtype: torch.dtype,
     progress: BytesWritten,
 ) -> LazyTensor:
-    """Return a rank's part of a global tensor, to be read while it is written."""
+    """Return a rank's shard of a global tensor, which is read while it is written."""
     owned = spec.pieces(ctx.place)
 
     def fill(rows: torch.Tensor, start: int) -> None:

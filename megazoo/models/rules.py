@@ -16,14 +16,13 @@ def check_layout(family: type[Model], config: Any, layout: ParallelContext, sche
     # Each of these calls raises UserError for an invalid layout.
     check_schedule(schedule, pp, virtual)
     family.all_stages(config, layout)
-    if layout.cp_size > 1 and layout.cp_method == "ulysses":  # whose ranks need a head each
+    if layout.cp_size > 1 and layout.cp_method == "ulysses":  # each rank needs a head
         of_ulysses = ParallelContext.virtual(tp, cp=layout.cp_size, cp_method="ulysses")
         family.on_meta(config, of_ulysses)
 
 
 def check_batch(global_batch_size: int, micro_batch_size: int, dp: int) -> None:
-    """Raise UserError unless the global batch is made of whole micro-batches, as many on each of
-    `dp` replicas."""
+    """Raise UserError unless each of `dp` replicas gets the same whole number of micro-batches."""
     rows, unit = global_batch_size, micro_batch_size * dp
     if rows % unit:
         below, above = rows // unit * unit, -(-rows // unit) * unit

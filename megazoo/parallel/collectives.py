@@ -1,4 +1,4 @@
-"""Plain collectives, without autograd. On a virtual group they do nothing but count their bytes."""
+"""Plain collectives, without autograd. On a virtual group they only count their bytes."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -26,7 +26,7 @@ def all_reduce(
     op: dist.ReduceOp = dist.ReduceOp.SUM,
     async_op: bool = False,
 ) -> dist.Work | None:
-    """Reduce `tensor` in place over `group`; nothing to do in a group of one. Returns the work if
+    """Reduce `tensor` in place over `group`. In a group of one it does nothing. Returns the Work if
     async_op."""
     if group is None or group.size() == 1:
         return None
@@ -41,14 +41,14 @@ def all_reduce_over(
 ) -> None:
     """Reduce `tensor` in place over several axes of the mesh.
 
-    It goes over one axis after the other, in the order given, on which the rounding depends.
+    It reduces over one axis after the other. The rounding depends on the given order.
     """
     for axis in axes:
         all_reduce(tensor, axis.group, op)
 
 
 def summed(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return a new tensor, the sum of every rank's."""
+    """Return a new tensor: the sum over all ranks."""
     tensor = tensor.contiguous()
     if reducer := _reducer_for(tensor, group):
         total = torch.empty_like(tensor)
@@ -63,8 +63,8 @@ def summed(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 def reduce_scatter_shards(
     flat: torch.Tensor, group: dist.ProcessGroup | None, async_op: bool = False
 ) -> dist.Work | None:
-    """Sum `flat` [n] over `group`, each rank its own part of n / size only, in place. Returns the
-    work if async_op."""
+    """Reduce-scatter `flat` [n] over `group` in place: each rank gets the sum of its part of n /
+    size elements. Returns the Work if async_op."""
     if group is None or group.size() == 1:
         return None
     return _run(
@@ -75,8 +75,8 @@ def reduce_scatter_shards(
 def all_gather_shards(
     flat: torch.Tensor, group: dist.ProcessGroup | None, async_op: bool = False
 ) -> dist.Work | None:
-    """Give all ranks of `group` each one's part of `flat` [n], n / size long, in place. Returns the
-    work if async_op."""
+    """All-gather `flat` [n] over `group` in place: each rank contributes its part of n / size
+    elements. Returns the Work if async_op."""
     if group is None or group.size() == 1:
         return None
     return _run(
@@ -87,9 +87,10 @@ def all_gather_shards(
 def gather_ranges(
     flat: torch.Tensor, ranges: list[tuple[int, int]], target: int, group: dist.ProcessGroup
 ) -> None:
-    """Give rank `target` of `group` the elements ranges[rank] of each rank's `flat` [n], in place.
+    """Gather the elements ranges[rank] of each rank's `flat` [n] on rank `target` of `group`, in
+    place.
 
-    All ranks of the group call it.
+    All ranks of the group must call it.
     """
     sources = [rank for rank, (first, last) in enumerate(ranges) if rank != target and first < last]
     if group.rank() == target:
@@ -112,7 +113,8 @@ def gather_ranges(
 def all_gather_last_dim(
     tensor: torch.Tensor, group: dist.ProcessGroup, sizes: list[int]
 ) -> torch.Tensor:
-    """Concatenate every rank's `tensor` along the last dimension, of which rank r has sizes[r]."""
+    """Concatenate every rank's `tensor` along the last dimension. Rank r has sizes[r] elements of
+    it."""
     # ranks must send equal shapes
     padded = F.pad(tensor, (0, max(sizes) - tensor.shape[-1])).contiguous()
     parts = _gather(padded, group)
@@ -126,8 +128,8 @@ def all_gather_sequence(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch
 
 
 def reduce_scatter_sequence(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Sum `tensor`; each rank gets its part of the sequence, dimension -2: [..., sequence, size] ->
-    [..., part, size]."""
+    """Reduce-scatter `tensor` along the sequence, dimension -2: [..., sequence, size] -> [...,
+    part, size]."""
     return reduce_scatter_parts(_parts_of_sequence(tensor, group), group)
 
 
@@ -137,8 +139,7 @@ def all_gather_parts(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Te
 
 
 def reduce_scatter_parts(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Sum contiguous `parts`, one for each rank, which gets its own: [ranks, ..., size] -> [...,
-    size]."""
+    """Reduce-scatter contiguous `parts`, one per rank: [ranks, ..., size] -> [..., size]."""
     mine = torch.empty_like(parts[0])
     if reducer := _reducer_for(parts, group):
         with spent("communication", "reduce_scatter"):
@@ -151,8 +152,8 @@ def reduce_scatter_parts(parts: torch.Tensor, group: dist.ProcessGroup) -> torch
 def exchange_parts(
     tensor: torch.Tensor, group: dist.ProcessGroup, sends: Sequence[int], receives: Sequence[int]
 ) -> torch.Tensor:
-    """Send sends[r] rows of `tensor`, one rank's after the other, to each rank r, and return what
-    they send: [sends' sum, ...] -> [receives' sum, ...]. Rank r sends receives[r] rows."""
+    """Send sends[r] rows of `tensor` to each rank r, in rank order, and return the received rows
+    (all-to-all): [sum of sends, ...] -> [sum of receives, ...]. Rank r sends receives[r] rows."""
     received = tensor.new_empty(sum(receives), *tensor.shape[1:])
     leaving = tensor.shape[0] - sends[group.rank()]
     _run(
@@ -175,7 +176,7 @@ def exchange_parts(
 
 
 def begin_sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
-    """Begin to sum every rank's `tensor`, in place."""
+    """Begin to all-reduce `tensor` in place."""
     return _result(all_reduce(tensor, group, async_op=True), lambda: tensor)
 
 
@@ -209,7 +210,7 @@ def begin_reduce_scatter_sequence(
 
 
 def broadcast_from_stage(tensor: torch.Tensor, pp_rank: int, ctx: ParallelContext) -> torch.Tensor:
-    """Give every pipeline rank the tensor of pipeline rank `pp_rank`, in place."""
+    """Broadcast the tensor of pipeline rank `pp_rank` to every pipeline rank, in place."""
     if ctx.pp_size > 1:
         with spent("communication", "broadcast"):
             dist.broadcast(tensor, src=ctx.rank_at(pp=pp_rank), group=ctx.pp_group)
@@ -239,9 +240,9 @@ def _run(
 ) -> dist.Work | None:
     """Call a collective of torch.distributed: collective(*tensors, group=group, **options).
 
-    whole: what the ranks have in the end, together, or have had at the start. On a VirtualGroup the
-    bytes of it that a rank sends are counted instead: `sent` elements; by default each rank's part
-    goes round a ring, in an all-reduce twice (NCCL's algorithm).
+    whole: the data of all ranks together, at the end or at the start. On a VirtualGroup no data is
+    sent; the bytes that a rank would send are counted: `sent` elements of `whole`. By default each
+    rank's part goes around a ring, twice in an all-reduce (NCCL's algorithm).
     """
     if not isinstance(group, VirtualGroup):
         with spent("communication", collective.__name__):
@@ -259,8 +260,9 @@ def _run(
 
 
 def _reducer_for(tensor: torch.Tensor, group: dist.ProcessGroup) -> shared_memory.Reducer | None:
-    """Return what moves this tensor between CPU ranks of one host; None where torch.distributed has
-    to. All ranks of a group have a tensor of the same dtype and device, so that they agree."""
+    """Return the Reducer for this tensor between CPU ranks of one host, or None if
+    torch.distributed must be used. All ranks get the same answer, because their tensors have the
+    same dtype and device."""
     if isinstance(group, VirtualGroup) or group.size() == 1:
         return None
     if tensor.device.type != "cpu" or tensor.dtype not in shared_memory.DTYPES:
@@ -286,7 +288,7 @@ def _in_sequence(parts: torch.Tensor) -> torch.Tensor:
 
 
 def _parts_of_sequence(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Part the sequence: [..., sequence, size] -> [ranks, ..., part, size], contiguous."""
+    """Split the sequence: [..., sequence, size] -> [ranks, ..., part, size], contiguous."""
     parts = rearrange(tensor, "... (ranks part) size -> ranks ... part size", ranks=group.size())
     return parts.contiguous()
 

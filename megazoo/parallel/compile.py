@@ -1,4 +1,4 @@
-"""Functions that torch.compile must not look into: collectives and seeded draws."""
+"""Exclude functions from torch.compile: collectives and seeded draws."""
 
 import importlib.util
 import os
@@ -15,18 +15,17 @@ _untraced: list[Callable] = []
 
 
 def untraced(function: Callable) -> Callable:
-    """Decorate a function that torch.compile is to call as it is, between its graphs.
+    """Mark a function that torch.compile must call between its graphs, without tracing it.
 
-    It must be called through its module or its class.
-    (torch.compiler.disable would import torch._dynamo, 0.7 s, on the spot; here that waits for
-    `prepare_to_compile`.)
+    It must be called through its module or its class. torch.compiler.disable would import
+    torch._dynamo immediately (0.7 s); here the import is delayed until `prepare_to_compile`.
     """
     _untraced.append(function)
     return function
 
 
 def prepare_to_compile(device: torch.device) -> None:
-    """Make ready for torch.compile. UserError if the machine lacks what it needs for `device`."""
+    """Prepare for torch.compile. Raises UserError if the machine lacks a compiler for `device`."""
     check_compiler(device.type)
     # A layer is compiled again for training, evaluation, masks, and scales that vary by index.
     allow_recompilations(128)

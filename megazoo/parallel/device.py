@@ -36,7 +36,7 @@ def choose_device(device: str | torch.device, local_world: int | None = None) ->
     return torch.device("cuda", local_rank() if available >= ranks else 0)
 
 
-@functools.cache  # the program chooses before it makes the context, which chooses again
+@functools.cache  # called by the program, and again by the context
 def _tell_fallback(ranks: int, available: int) -> None:
     advise(
         f"this machine has {ranks} ranks but {available} CUDA device{'s' * (available > 1)}: all "
@@ -45,11 +45,13 @@ def _tell_fallback(ranks: int, available: int) -> None:
 
 
 def set_fp32_precision(precision: str) -> None:
-    """Have CUDA multiply matrices of fp32 in "tf32" (torch's default is "ieee"), on tensor cores,
-    which round the factors to 10 bits of mantissa; the sums are fp32. CPUs multiply as before.
+    """Set the precision of fp32 matrix products on CUDA: "tf32" or "ieee" (torch's default). "tf32"
+    uses tensor cores, which round the factors to a 10-bit mantissa; sums are fp32. CPUs are not
+    affected.
 
-    Other settings of torch won't do: set_float32_matmul_precision changes products on CPUs, too,
-    and after `matmul.fp32_precision` get_float32_matmul_precision raises, which torch.compile asks.
+    Other settings of torch are not suitable. set_float32_matmul_precision also changes products on
+    CPUs. After `matmul.fp32_precision`, get_float32_matmul_precision raises an error, and
+    torch.compile calls it.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # some versions of torch advise matmul.fp32_precision

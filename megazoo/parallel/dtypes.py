@@ -1,4 +1,4 @@
-"""The dtypes of weights, by the names that users give them."""
+"""The names that users can give for the dtypes of weights."""
 
 import torch
 
@@ -16,10 +16,10 @@ NAMED = {
 
 
 def dtype_named(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """Return the dtype of weights that a user names; None for "auto" and None.
+    """Return the dtype of weights for a user's setting; None for "auto" and None.
 
     dtype: a torch.dtype of 16 bits or more, or a name such as "bfloat16", "bf16", "torch.bfloat16".
-    UserError, with the names, for anything else.
+    Raises UserError, with the names, for any other value.
     """
     if dtype is None or dtype == "auto":
         return None

@@ -1,6 +1,6 @@
-"""The end of a process that has made a context: its ranks meet, and close their connections.
+"""The end of a process that has made a context: all ranks synchronize, and close their connections.
 
-A process that ends while threads of gloo still serve its connections may be aborted (SIGABRT); the
+A process that ends while gloo's threads still serve its connections may be aborted (SIGABRT). The
 launcher then kills the other ranks, which may still be writing.
 """
 
@@ -16,16 +16,17 @@ import torch.distributed as dist
 
 from megazoo.torch_internals import default_store
 
-PATIENCE = 5.0  # seconds for which a rank that ends waits for the others
-LEAVING = 1.0  # seconds for which the rank that has the store waits for the others to read it
+PATIENCE = 5.0  # seconds that an ending rank waits for the others
+LEAVING = 1.0  # seconds that the rank with the store waits for the others to read it
 
 
 class _Ending:
-    """What a process does at its end. One of it is registered, in the process that made it."""
+    """The actions at the end of a process. One instance is registered, in the process that made
+    it."""
 
     def __init__(self, name: str, owns_world: bool):
         self.name, self.owns_world, self.pid = name, owns_world, os.getpid()
-        # weak: a group that a user destroys ends then
+        # weak, so that a group ends when a user destroys it
         self.world, self.groups = weakref.ref(dist.group.WORLD), weakref.WeakSet()
 
     def __call__(self) -> None:
@@ -33,26 +34,26 @@ class _Ending:
         if failed or not self.is_current():
             return
         met = False
-        with suppress(RuntimeError):  # a store that is gone: the others have left
+        with suppress(RuntimeError):  # the store is gone: the others have left
             met = self._meet()
         if "nccl" in dist.get_backend() and not met:
             return  # NCCL would wait for them
         for group in [None] if self.owns_world else list(self.groups):
-            with suppress(RuntimeError, ValueError, AssertionError):  # of one that is gone
+            with suppress(RuntimeError, ValueError, AssertionError):  # the group is gone
                 dist.destroy_process_group(group)
 
     def is_current(self) -> bool:
-        """Return whether the process and its world are those that it was made in."""
+        """Return whether this instance was made in the current process and world."""
         world = self.world()
         return os.getpid() == self.pid and world is not None and world is dist.group.WORLD
 
     def _meet(self) -> bool:
-        """Wait a moment for all ranks to come here; returns whether they have."""
+        """Wait up to PATIENCE for all ranks to come here, and return whether they have."""
         store, size = default_store(), dist.get_world_size()
         store.set_timeout(timedelta(seconds=PATIENCE))
         if not _count(store, f"megazoo/{self.name}/ends", size, PATIENCE):
             return False
-        if dist.get_rank() == 0:  # which may have the store
+        if dist.get_rank() == 0:  # it may have the store
             _count(store, f"megazoo/{self.name}/left", size, LEAVING)
         else:
             store.add(f"megazoo/{self.name}/left", 1)
@@ -84,7 +85,7 @@ def leave() -> None:
 
 
 def _count(store: dist.Store, key: str, size: int, patience: float) -> bool:
-    """Add this rank to those that have come to a key; returns whether all come in time."""
+    """Count this rank under a key, and return whether all ranks come within `patience` seconds."""
     until = time.monotonic() + patience
     store.add(key, 1)
     while store.add(key, 0) < size:

@@ -1,4 +1,4 @@
-"""Which pipeline rank has which stage."""
+"""The placement of stages on pipeline ranks."""
 
 from dataclasses import dataclass
 
@@ -9,11 +9,11 @@ PLACEMENTS = ("loop", "v")
 
 @dataclass(frozen=True)
 class Placement:
-    """The pipeline ranks of the stages, which are numbered in the order of the forward.
+    """The pipeline ranks of the stages. Stages are numbered in the order of the forward pass.
 
     name: "loop": rank r of P has the stages r, r + P, r + 2P, ... "v": rank r has the stages r and
     2P - 1 - r, so the first rank also has the last stage. pp: pipeline ranks. virtual: stages per
-    rank. UserError for another name, or if ranks of "v" do not have two stages.
+    rank. Raises UserError for another name, or if ranks of "v" do not have two stages.
     """
 
     name: str = "loop"
@@ -31,15 +31,15 @@ class Placement:
 
     @property
     def count(self) -> int:
-        """The stages of the whole pipeline."""
+        """The number of stages of the whole pipeline."""
         return self.pp * self.virtual
 
     def rank_of(self, stage: int) -> int:
-        """Return the pipeline rank that has a stage."""
+        """Return the pipeline rank of a stage."""
         return min(stage, self.count - 1 - stage) if self.name == "v" else stage % self.pp
 
     def stages_of(self, rank: int) -> range:
-        """Return the stages of a pipeline rank, in the order of the forward."""
+        """Return the stages of a pipeline rank, in the order of the forward pass."""
         if self.name == "v":
             return range(rank, self.count - rank, self.count - 1 - 2 * rank)
         return range(rank, self.count, self.pp)

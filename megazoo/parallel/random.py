@@ -1,4 +1,4 @@
-"""Randomness without state: each draw is seeded by what it is for, and nothing has to be saved."""
+"""Randomness without state: each draw is seeded by its purpose, so no state has to be saved."""
 
 import hashlib
 import random
@@ -10,7 +10,7 @@ import torch
 
 
 def derive_seed(*what: int | str) -> int:
-    """Return a 63-bit seed for the thing named by `what`: equal names give equal seeds, on every
+    """Return a 63-bit seed derived from the names `what`. Equal names give equal seeds on every
     rank and machine."""
     digest = hashlib.blake2b("/".join(map(str, what)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
@@ -18,8 +18,8 @@ def derive_seed(*what: int | str) -> int:
 
 @contextmanager
 def all_seeded(seed: int) -> Iterator[None]:
-    """Let the default generators of Python, NumPy and torch, on the CPU, draw from `seed` within
-    this block; afterwards they are as they were."""
+    """Seed the default CPU generators of Python, NumPy and torch within this block. Their states
+    are restored afterwards."""
     python, numpy = random.getstate(), np.random.get_state()
     random.seed(seed)
     np.random.seed(seed)
@@ -33,8 +33,8 @@ def all_seeded(seed: int) -> Iterator[None]:
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Let torch's default generator of `device` draw from `seed` within this block; afterwards it
-    is as it was."""
+    """Seed torch's default generator of `device` within this block. Its state is restored
+    afterwards."""
     generator = (
         torch.cuda.default_generators[device.index]
         if device.type == "cuda"

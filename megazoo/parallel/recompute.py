@@ -1,7 +1,8 @@
-"""Recompute activations: keep a function's inputs, not what it saves, and run it again in backward.
+"""Recompute activations: store only the inputs of a function, and run it again in the backward
+pass.
 
 Dropout draws the same masks again, because it is seeded by names (see random.py).
-(torch.utils.checkpoint does as much, but its first call imports torch._dynamo: 70 MB.)
+torch.utils.checkpoint does the same, but its first call imports torch._dynamo, which needs 70 MB.
 """
 
 from collections.abc import Callable
@@ -17,12 +18,12 @@ _replaying: ContextVar[bool] = ContextVar("a function runs again for its backwar
 
 
 def is_replaying() -> bool:
-    """Return whether what runs now has run before, and runs again for backward."""
+    """Return whether a forward is running again, for the backward pass."""
     return _replaying.get()
 
 
 class Moment(NamedTuple):
-    """When a function ran first: the state of torch's random generator, for a Dropout without a
+    """The state of the first run of a function: torch's random generator, for a Dropout without a
     seed, and the context variables."""
 
     generator: torch.Tensor
@@ -34,7 +35,7 @@ class Moment(NamedTuple):
 
 
 def replay(function: Callable, first: Moment, *inputs: torch.Tensor) -> torch.Tensor:
-    """Run function(*inputs) again, with a graph, as it ran first."""
+    """Run function(*inputs) again, with a graph, in the state of its first run."""
     return first.context.copy().run(_replay, function, first.generator, *inputs)
 
 
@@ -67,7 +68,7 @@ class _Recompute(torch.autograd.Function):
 
 @untraced
 def recomputed(function: Callable, *inputs: torch.Tensor) -> torch.Tensor:
-    """Run function(*inputs), keeping only the inputs for backward.
+    """Run function(*inputs), and store only the inputs for the backward pass.
 
     At least one input must require a gradient.
     """

@@ -1,7 +1,7 @@
-"""Entering and leaving a parallel region: pairs of collectives that autograd uses.
+"""Enter and leave parallel regions: pairs of collectives with autograd.
 
-What is a sum forward is a copy backward, and the reverse (Megatron-LM: Shoeybi et al. 2019, section
-3).
+A sum in the forward pass is a copy in the backward pass, and the reverse (Megatron-LM: Shoeybi et
+al. 2019, section 3).
 """
 
 from collections.abc import Sequence
@@ -87,7 +87,7 @@ class _GatherFromTensorParallel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        # what follows a gather is the same on every rank, so each keeps its own part
+        # the computation after a gather is replicated, so each rank keeps its part
         return grad.split(ctx.sizes, dim=-1)[ctx.group.rank()].contiguous(), None, None
 
 
@@ -130,7 +130,7 @@ class _GatherFromContext(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        # what follows is the same on every rank, so each keeps its own part
+        # the following computation is replicated, so each rank keeps its part
         return in_parts(grad, ctx.group.size())[ctx.group.rank()], None
 
 
@@ -151,10 +151,10 @@ def _apply(function: type[torch.autograd.Function], *args):
 
 
 def enter_tensor_parallel(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
-    """Enter a tensor-parallel region with x on every rank; its gradient is summed over them.
+    """Enter a tensor-parallel region with x replicated on every rank. The gradient is all-reduced.
 
-    Under sequence parallelism each rank comes with its part of the sequence (dimension -2) and gets
-    all of it.
+    Under sequence parallelism x is each rank's part of the sequence (dimension -2), and is
+    all-gathered.
     """
     if ctx.sequence_parallel:
         return _apply(_GatherSequence, x, ctx.tp_group)
@@ -162,10 +162,10 @@ def enter_tensor_parallel(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor
 
 
 def leave_tensor_parallel(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
-    """Leave a tensor-parallel region with the sum of every rank's partial x; its gradient passes as
-    it is.
+    """Leave a tensor-parallel region: all-reduce every rank's partial x. The gradient is passed
+    unchanged.
 
-    Under sequence parallelism each rank keeps its part of the sequence (dimension -2) of the sum.
+    Under sequence parallelism x is reduce-scattered along the sequence (dimension -2).
     """
     if ctx.sequence_parallel:
         return _apply(_ReduceScatterSequence, x, ctx.tp_group)
@@ -173,21 +173,21 @@ def leave_tensor_parallel(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor
 
 
 def leave_tensor_parallel_in_place(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
-    """Leave a tensor-parallel region as `leave_tensor_parallel`, in place: no other code may use x,
-    nor the backward of the function that computed it."""
+    """Leave a tensor-parallel region in place (see `leave_tensor_parallel`). No other code may use
+    x, and the backward of the function that computed x must not need it."""
     if ctx.sequence_parallel or ctx.tp_size == 1:
         return leave_tensor_parallel(x, ctx)
     return _apply(_ReduceInPlace, x, ctx.tp_group)
 
 
 def copy_to_tensor_parallel(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
-    """Return x, which is the same on every rank and goes on differently on each; its gradient is
-    summed over them."""
+    """Return x, which is replicated, for a different computation on each rank. The gradient is
+    all-reduced."""
     return _apply(_CopyToTensorParallel, x, ctx.tp_group) if ctx.tp_size > 1 else x
 
 
 def reduce_from_tensor_parallel(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
-    """Return the sum of x over all ranks, for the same use on each; its gradient is passed
+    """Return the sum of x over all ranks, for a replicated computation. The gradient is passed
     unchanged."""
     return _apply(_Reduce, x, ctx.tp_group) if ctx.tp_size > 1 else x
 
@@ -195,53 +195,54 @@ def reduce_from_tensor_parallel(x: torch.Tensor, ctx: ParallelContext) -> torch.
 def gather_from_tensor_parallel(
     x: torch.Tensor, ctx: ParallelContext, sizes: list[int]
 ) -> torch.Tensor:
-    """Concatenate the last dimension over the ranks, which have `sizes` of it; each rank's gradient
-    is its own part."""
+    """Concatenate the last dimension over the ranks. sizes: elements of each rank. The gradient of
+    each rank is its part."""
     return _apply(_GatherFromTensorParallel, x, ctx.tp_group, sizes) if ctx.tp_size > 1 else x
 
 
 def scatter_to_tensor_parallel(
     x: torch.Tensor, ctx: ParallelContext, sizes: list[int]
 ) -> torch.Tensor:
-    """Keep this rank's part, of `sizes`, of the last dimension; the gradient is gathered from all
-    parts."""
+    """Return this rank's part of the last dimension. sizes: elements of each rank. The gradient is
+    all-gathered."""
     return _apply(_ScatterToTensorParallel, x, ctx.tp_group, sizes) if ctx.tp_size > 1 else x
 
 
 def gather_context(
     x: torch.Tensor, ends: Sequence[int], ctx: ParallelContext
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the keys and values of all context-parallel ranks, as far as each of `ends`: [2, ...,
-    part, size] -> two of [..., end, size] for each, all of one storage.
+    """Return the keys and values of all context-parallel ranks, up to each of `ends`: [2, ...,
+    part, size] -> a pair of [..., end, size] per end. All share one storage.
 
-    ends: in tokens, multiples of a chunk. Each rank goes on in its own way, so the gradient is the
-    sum over all ends and ranks, in fp32.
+    ends: in tokens, multiples of a chunk. The computation differs between ranks, so the gradient is
+    summed over all ends and ranks, in fp32.
     """
     gathered = _apply(_GatherContext, x, ends, ctx.cp_group)
     return list(zip(gathered[::2], gathered[1::2], strict=True))
 
 
 def gathered_in_order(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return what all context-parallel ranks have of a sequence, without autograd: [..., part,
-    size] -> [..., sequence, size]."""
+    """Gather a sequence from all context-parallel ranks, without autograd: [..., part, size] ->
+    [..., sequence, size]."""
     return in_order(all_gather_parts(x, group))
 
 
 def gather_from_context(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
-    """Gather a sequence for the same computation on all context-parallel ranks: [..., part, size]
-    -> [..., sequence, size]. The gradient of each rank is its own part."""
+    """Gather a sequence for a replicated computation on all context-parallel ranks: [..., part,
+    size] -> [..., sequence, size]. The gradient of each rank is its own part."""
     return _apply(_GatherFromContext, x, ctx.cp_group) if ctx.cp_size > 1 else x
 
 
 def reduce_from_context(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
-    """Return the sum of x over all context-parallel ranks, for the same use on each; its gradient
-    is passed unchanged."""
+    """Return the sum of x over all context-parallel ranks, for a replicated computation. The
+    gradient is passed unchanged."""
     return _apply(_Reduce, x, ctx.cp_group) if ctx.cp_size > 1 else x
 
 
 def exchange_in_context(
     x: torch.Tensor, ctx: ParallelContext, sends: list[int], receives: list[int]
 ) -> torch.Tensor:
-    """Send sends[r] rows of x to each context-parallel rank r, and return the receives[r] rows that
-    each sends: [sends' sum, ...] -> [receives' sum, ...]. The gradient goes back the same way."""
+    """Send sends[r] rows of x to each context-parallel rank r, and return the received rows,
+    receives[r] from each rank r (all-to-all): [sum of sends, ...] -> [sum of receives, ...]. The
+    gradient is exchanged in reverse."""
     return _apply(_Exchange, x, ctx.cp_group, sends, receives)

@@ -1,8 +1,9 @@
-"""How a sequence is cut over the context-parallel ranks, and put together again.
+"""Shard a sequence over the context-parallel ranks, and restore it.
 
-It is cut into 2 cp chunks of one length, and rank r has chunk r and chunk 2 cp - 1 - r, one after
-the other: of cp 2, chunks 0 and 3, and chunks 1 and 2. A token looks at those before it, so a rank
-with an early chunk and a late one has as much to do as any other (Llama 3: Dubey et al. 2024).
+A sequence is split into 2 cp chunks of equal length. Rank r has chunk r followed by chunk 2 cp - 1
+- r. With cp 2, rank 0 has chunks 0 and 3, and rank 1 has chunks 1 and 2. A token attends to the
+tokens before it, so ranks with one early and one late chunk have equal work (Llama 3: Dubey et al.
+2024).
 """
 
 import math
@@ -17,8 +18,8 @@ from megazoo.parallel.shares import share_of
 
 
 def padded_length(length: int, ctx: ParallelContext) -> int:
-    """Return the least length, not below the given one, that the ranks can share: each cp rank gets
-    two chunks of one length, which under sequence parallelism tp ranks share evenly."""
+    """Return the smallest length, at least `length`, that can be sharded: each cp rank gets two
+    chunks of equal length. Under sequence parallelism each tp rank gets an equal share of them."""
     unit = ctx.tp_size if ctx.sequence_parallel else 1
     if ctx.cp_size > 1:
         unit = ctx.cp_size * math.lcm(2, unit)
@@ -29,8 +30,8 @@ def padded_length(length: int, ctx: ParallelContext) -> int:
 class SequenceCut:
     """The part of a sequence that one of `size` context-parallel ranks has.
 
-    length: of the full sequence, in tokens. method: see CP_METHODS. UserError if the length is not
-    a multiple of 2 size.
+    length: of the full sequence, in tokens. method: see CP_METHODS. Raises UserError if the length
+    is not a multiple of 2 * size.
     """
 
     length: int
@@ -47,7 +48,8 @@ class SequenceCut:
 
     @classmethod
     def of(cls, length: int, ctx: ParallelContext) -> "SequenceCut | None":
-        """Return this rank's cut of a sequence of a padded length; None where it is not cut."""
+        """Return this rank's SequenceCut for a sequence of a padded length, or None without context
+        parallelism."""
         if ctx.cp_size == 1:
             return None
         return cls(length, ctx.cp_size, ctx.cp_rank, ctx.cp_method)
@@ -55,18 +57,18 @@ class SequenceCut:
     @property
     def chunks(self) -> tuple[range, range]:
         """The positions of this rank's two chunks in the whole sequence."""
-        tokens = self.length // (2 * self.size)  # of a chunk
+        tokens = self.length // (2 * self.size)  # per chunk
         first, second = self.rank * tokens, (2 * self.size - 1 - self.rank) * tokens
         return range(first, first + tokens), range(second, second + tokens)
 
     @property
     def queries(self) -> tuple[range, ...]:
-        """The runs of tokens for which this rank computes attention, each from all keys up to its
-        end: its own chunks; or with "ulysses", for some of the heads, the whole sequence."""
+        """The ranges of tokens for which this rank computes attention, each over all keys up to its
+        end: its two chunks, or with "ulysses" the whole sequence for some of the heads."""
         return (range(self.length),) if self.method == "ulysses" else self.chunks
 
     def heads(self, heads: range) -> range:
-        """Return those of a tp rank's query heads for which this rank computes attention."""
+        """Return the part of a tp rank's query heads for which this rank computes attention."""
         if self.method != "ulysses":
             return heads
         return share_of(heads, self.size, self.rank)
@@ -76,15 +78,15 @@ class SequenceCut:
         return torch.cat([tensor[:, chunk.start : chunk.stop] for chunk in self.chunks], dim=1)
 
     def place(self, part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-        """Write this rank's part where it belongs in `whole`, and return that: the reverse of
+        """Write this rank's part to its positions in `whole`, and return `whole`: the inverse of
         `own`."""
         for chunk, tokens in zip(self.chunks, part.chunk(2, dim=1), strict=True):
             whole[:, chunk.start : chunk.stop] = tokens
         return whole
 
     def local(self, positions: torch.Tensor) -> torch.Tensor:
-        """Return where in this rank's part the tokens at `positions` of the sequence are; -1 for
-        those that another rank has."""
+        """Return the indices in this rank's part of the tokens at `positions` of the sequence; -1
+        for tokens of other ranks."""
         places = torch.full_like(positions, -1)
         for number, chunk in enumerate(self.chunks):
             here = (positions >= chunk.start) & (positions < chunk.stop)
@@ -113,6 +115,6 @@ def add_to_parts(parts: torch.Tensor, beginning: torch.Tensor) -> None:
 
 
 def in_parts(whole: torch.Tensor, ranks: int) -> torch.Tensor:
-    """Cut a sequence into the ranks' parts: [..., sequence, size] -> [ranks, ..., part, size]."""
+    """Split a sequence into the ranks' parts: [..., sequence, size] -> [ranks, ..., part, size]."""
     chunks = rearrange(whole, "... (chunks part) size -> chunks ... part size", chunks=2 * ranks)
     return torch.cat([chunks[:ranks], chunks[ranks:].flip(0)], dim=-2)

@@ -1,4 +1,4 @@
-"""Stages of the pipeline, and how layers are cut into them."""
+"""Stages of the pipeline, and the distribution of layers over them."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -10,7 +10,7 @@ from megazoo.errors import UserError
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of the pipeline: its place among `count` stages and the global indices of its
+    """One stage of the pipeline: its index among `count` stages, and the global indices of its
     layers."""
 
     index: int
@@ -32,12 +32,13 @@ def cut_into_stages(
     how: str | tuple[int, ...],
     costs: tuple[float, float, float] = (1.0, 0.0, 0.0),
 ) -> list[Stage]:
-    """Cut so many layers into `count` contiguous stages.
+    """Divide `layers` layers into `count` contiguous stages.
 
-    how: "uniform", "balanced", or the layers of each stage; UserError for another, or too few
-    layers. costs: of a layer, and of what comes before and after the layers. balanced: the slowest
-    stage is as fast as can be: each layer goes to the stage that is cheapest with it, earlier
-    stages first; with equal layers this is optimal.
+    how: "uniform", "balanced", or the number of layers of each stage. costs: of a layer, of the
+    modules before the layers (embedding), and of those after them (head). "balanced" minimizes the
+    time of the slowest stage: each layer is added to the stage that is cheapest with it, earlier
+    stages first. With equal layers this is optimal. Raises UserError for another `how`, or too few
+    layers.
     """
     if layers < count:
         raise UserError(
@@ -63,9 +64,9 @@ def cut_into_stages(
     ]
 
 
-@lru_cache  # every rank of a plan asks
+@lru_cache  # called for every rank of a plan
 def _balanced(layers: int, count: int, layer: float, first: float, last: float) -> tuple[int, ...]:
-    """Return the layers of each stage, of which the slowest is as fast as can be."""
+    """Return the number of layers of each stage that minimizes the time of the slowest stage."""
     load, counts = [0.0] * count, [0] * count
     load[0] += first
     load[-1] += last

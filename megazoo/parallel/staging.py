@@ -1,42 +1,42 @@
-"""Pinned memory, which a GPU reads and writes by itself, between the tensors of a GPU and what this
-process makes, reads or writes."""
+"""Copy between GPU tensors and this process's data through pinned memory, which a GPU accesses
+directly."""
 
 from collections.abc import Iterator
 
 import torch
 
-BUFFER_BYTES = 8 << 20  # of each of the two buffers through which tensors are filled
+BUFFER_BYTES = 8 << 20  # size of each of the two buffers
 
 
 def pinned(nbytes: int) -> torch.Tensor:
-    """Allocate uint8 [nbytes] in pinned memory; it needs a CUDA device.
+    """Allocate uint8 [nbytes] in pinned memory. It needs a CUDA device.
 
-    torch rounds the size up to a power of two, and keeps what is dropped for the next who asks.
+    torch rounds the size up to a power of two, and reuses freed buffers.
     """
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
 class Upload:
-    """Fills tensors with values that this process computes or reads.
+    """Fill tensors with values that this process computes or reads.
 
     Tensors on the CPU are filled in place. For tensors on a GPU there are two pinned buffers: one
-    is filled while the device copies the other, and a copy is waited for only when its buffer is
+    is filled while the device copies the other. Each copy is waited for only when its buffer is
     needed again. Work that is queued on the device later sees the values.
     """
 
     def __init__(self):
         self._buffers: list[torch.Tensor | None] = [None, None]
-        self._copies: list[torch.cuda.Event | None] = [None, None]  # that read the buffers
+        self._copies: list[torch.cuda.Event | None] = [None, None]  # the last copy from each buffer
         self._turn = 0
 
     def rows(
         self, destination: torch.Tensor, unit: int = 1, first: int = 0
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (start, rows) until all of `destination`, [n, ...], was given out: memory for its
-        rows from `start` on, of its dtype, which is to be full when the next is asked for.
+        """Yield (start, rows) for all of `destination`, [n, ...]. `rows` is memory for its rows
+        from `start` on, in its dtype. The caller must fill it before the next iteration.
 
-        unit: `destination` is cut only where first + start is a multiple of it. A buffer takes
-        BUFFER_BYTES, or one such unit if that is larger.
+        unit: `destination` is split only where first + start is a multiple of it. A buffer has
+        BUFFER_BYTES, or the size of one unit if that is larger.
         """
         if not destination.is_cuda:
             yield 0, destination
@@ -56,8 +56,7 @@ class Upload:
             start = stop
 
     def _free_buffer(self, nbytes: int) -> torch.Tensor:
-        """Return the buffer whose turn it is, of at least so many bytes, when its last copy is
-        done."""
+        """Return the next buffer, of at least `nbytes` bytes, after its last copy is complete."""
         copy, buffer = self._copies[self._turn], self._buffers[self._turn]
         if copy is not None:
             copy.synchronize()

@@ -1,4 +1,4 @@
-"""How a rank starts: it finds the others, initialises torch.distributed and takes its device."""
+"""Start a rank: rendezvous, initialise torch.distributed, and select the device."""
 
 import os
 import uuid
@@ -18,7 +18,7 @@ from megazoo.parallel.groups import CUDA_BACKENDS
 
 @contextmanager
 def rendezvous_errors() -> Iterator[None]:
-    """Raise UserError if the ranks do not find each other within this block."""
+    """Raise UserError if the rendezvous within this block fails."""
     try:
         yield
     except dist.DistError as error:
@@ -33,14 +33,14 @@ def rendezvous_errors() -> Iterator[None]:
 
 
 def world_and_rank() -> tuple[int, int]:
-    """Return the size of the world, and this rank, as torch.distributed or the launcher says."""
+    """Return the world size and this rank, from torch.distributed or the launcher."""
     if dist.is_initialized():
         return dist.get_world_size(), dist.get_rank()
     return environment.world_size(), environment.rank()
 
 
 def take(device: torch.device) -> None:
-    """Make a device this rank's; of the CPU, its share of the cores."""
+    """Select the device of this rank. On the CPU, limit the rank to its share of the cores."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
@@ -50,8 +50,8 @@ def take(device: torch.device) -> None:
 def initialize(device: torch.device, world: int, timeout: timedelta) -> None:
     """Initialise torch.distributed: gloo for CPU tensors, NCCL for GPU tensors.
 
-    NCCL gets this rank's device. It then connects the world here, where all ranks are, and splits
-    all other groups from it. A world of one rank needs no connections.
+    NCCL gets this rank's device. It connects the world immediately, while all ranks are here, and
+    splits all other groups from it. A world of one rank needs no connections.
     """
     if device.type == "cpu":
         dist.init_process_group("gloo", timeout=timeout)
@@ -61,8 +61,8 @@ def initialize(device: torch.device, world: int, timeout: timedelta) -> None:
 
 
 def agree_on_name(rank: int, device: torch.device) -> str:
-    """Return a name for a context, the same on all ranks; and have all follow rank 0 in how CPUs
-    multiply."""
+    """Return a name for a context, the same on all ranks. Also make all ranks use rank 0's methods
+    of CPU matrix products."""
     measures = rank == 0 and device.type == "cpu"
     told = [(uuid.uuid4().hex, products.verdicts() if measures else None)]
     dist.broadcast_object_list(told)

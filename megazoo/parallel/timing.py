@@ -1,4 +1,4 @@
-"""What the time of a step is spent on, and the names of its parts in a profiler's trace."""
+"""Measure the parts of a step's time, and name them in profiler traces."""
 
 import time
 from collections.abc import Iterator
@@ -14,16 +14,16 @@ _running: "Stopwatch | None" = None
 
 
 class Stopwatch:
-    """Within `with stopwatch:` splits time among the parts that `spent` names.
+    """Measure the time of each part that `spent` names, within `with stopwatch:`.
 
-    By the wall clock; on CUDA by events in the stream, which nothing waits for: end the block, and
-    ask for `times`, where the device has been waited for anyway. seconds: of the whole block, by
-    the wall clock.
+    It uses the wall clock, on CUDA events in the stream without synchronization. End the block and
+    read `times` only after the device was synchronized for another reason. seconds: wall-clock time
+    of the whole block.
     """
 
     def __init__(self, device: torch.device):
         self._cuda = device.type == "cuda"
-        # a part, and when it began: the time, or an event
+        # a part, and its start: the time, or an event
         self._marks: list[tuple[str, Any]] = []
         self.seconds = 0.0
 
@@ -39,7 +39,7 @@ class Stopwatch:
         _running, self.seconds = None, time.perf_counter() - self._began
 
     def turn_to(self, part: str) -> str:
-        """Count for `part` from now on; returns what it was before."""
+        """Measure `part` from now on, and return the previous part."""
         if self._cuda:
             now = torch.cuda.Event(enable_timing=True)
             now.record()
@@ -50,7 +50,7 @@ class Stopwatch:
         return before
 
     def times(self) -> dict[str, float]:
-        """Seconds of each of PARTS."""
+        """Return the seconds of each of PARTS."""
         times = dict.fromkeys((*PARTS, "other"), 0.0)
         for (part, begin), (_, end) in zip(self._marks, self._marks[1:], strict=False):
             times[part] += begin.elapsed_time(end) / 1000 if self._cuda else end - begin
@@ -59,9 +59,10 @@ class Stopwatch:
 
 @contextmanager
 def spent(part: str, name: str | None = None) -> Iterator[None]:
-    """Count this block's time for a part, if a Stopwatch runs; a block within it counts for itself.
+    """Measure this block as a part, if a Stopwatch is running. Nested blocks are measured
+    separately.
 
-    A profiler that runs shows the block as `name`, by default the part's.
+    A running profiler shows the block as `name`, by default the name of the part.
     """
     watch = _running
     before = watch.turn_to(part) if watch else ""

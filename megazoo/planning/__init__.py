@@ -1,4 +1,5 @@
-"""Plans of runs: memory, FLOPs, traffic and the bubble of every rank, before anything runs."""
+"""Plan runs before they start: memory, FLOPs and communication of every rank, and the pipeline
+bubble."""
 
 from megazoo.planning.plan import Plan, Planner, RankPlan, note_on_mfu
 from megazoo.planning.run import PlannedRun

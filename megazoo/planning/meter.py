@@ -1,8 +1,8 @@
-"""Measure what each action of a schedule takes of a rank: FLOPs, bytes sent and live bytes. The
-action runs on the meta device, under a meter.
+"""Measure each action of a schedule on a rank: FLOPs, bytes sent and live bytes. The action runs on
+the meta device, under a meter.
 
-Attention and dropout are metered as GPU kernels run them: attention keeps no scores, and dropout
-keeps a mask of one byte an element.
+Attention and dropout are measured as GPU kernels run them: attention stores no scores, and dropout
+stores a mask of one byte per element.
 """
 
 import math
@@ -41,13 +41,13 @@ _flash, _flash_backward = flash_attention_operators()
 
 @dataclass(frozen=True)
 class Cost:
-    """What an action takes for one micro-batch on one rank.
+    """The cost of an action for one micro-batch on one rank.
 
-    flops: of matrix products. moved: bytes that everything else reads and writes. kernels: of
-    both. collectives: calls over tp and cp. sent_tp, sent_cp: bytes sent over them, the latter with
-    those over axes that are folded into dp x cp. sent_beside:
-    those of sent_tp that are on their way beside products. peak: the most bytes of this
-    micro-batch that are live during the action. held: the bytes that are still live after it.
+    flops: of matrix products. moved: bytes that all other kernels read and write. kernels: number
+    of both kinds of kernels. collectives: number of calls over tp and cp. sent_tp, sent_cp: bytes
+    sent over these axes; sent_cp includes axes that are folded into dp x cp. sent_beside: part of
+    sent_tp that overlaps with matrix products. peak: maximum live bytes of this micro-batch during
+    the action. held: live bytes after the action.
     """
 
     flops: float
@@ -62,21 +62,21 @@ class Cost:
 
 
 class Meter(TorchDispatchMode):
-    """Counts the FLOPs, the bytes that are read and written, and the live bytes of what runs on the
-    meta device within `with meter:`.
+    """Count FLOPs, bytes read and written, and live bytes of operators on the meta device within
+    `with meter:`.
 
-    FLOPs are those of matrix products, two for a multiply-add; moved are the bytes of everything
-    else, operator by operator, as kernels run them that are not compiled into one. live: bytes of
-    the tensors that were made within the block and still exist, each storage once. peak: the most
-    of them since `take`. ctx: the virtual context of what runs. keys: how many a token's attention
-    counts; by default those that it is given.
+    flops: of matrix products, two per multiply-add. moved: bytes that all other operators read and
+    write, each as a separate kernel, without fusion. live: bytes of existing tensors that were made
+    within the block; each storage is counted once. peak: maximum of live since the last `take`.
+    ctx: the virtual context of the model. keys: number of keys that attention counts per token; by
+    default its actual keys.
     """
 
     def __init__(self, ctx: ParallelContext, keys: int | None = None):
         super().__init__()
         self.flops = self.moved = self.kernels = self.live = self.peak = 0
         groups = [ctx.tp_group, ctx.cp_group, *(axis.group for axis in ctx.folded.values())]
-        alone = VirtualGroup(1, 0)  # over which nothing is sent
+        alone = VirtualGroup(1, 0)  # nothing is sent over it
         self._groups = [each if isinstance(each, VirtualGroup) else alone for each in groups]
         self._keys = keys
         self._sent = self._sent_so_far()
@@ -88,7 +88,7 @@ class Meter(TorchDispatchMode):
         packet = function.overloadpacket
         if packet is _flash:
             self.flops += self._attention_flops(*arguments[:3])
-        elif packet is _flash_backward:  # the scores, which the kernel computes again, not counted
+        elif packet is _flash_backward:  # without the scores that the kernel recomputes
             self.flops += 2 * self._attention_flops(*arguments[1:4])
         elif packet in self._formulas:
             self.flops += self._formulas[packet](*arguments, **(options or {}), out_val=result)
@@ -136,27 +136,27 @@ class Meter(TorchDispatchMode):
         return cost
 
     def _sent_so_far(self) -> list[float]:
-        """Return, until now, the collectives and the bytes sent over tp, the latter's part beside
-        products, and the bytes sent over cp and what is folded."""
+        """Return, so far, the number of collectives, the bytes sent over tp, the part of them that
+        overlaps with products, and the bytes sent over cp and the folded axes."""
         tp, *others = self._groups
         calls = sum(group.calls for group in [tp, *others])
         return [calls, tp.sent, tp.sent_beside, sum(group.sent for group in others)]
 
     def _attention_flops(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
-        """Count the FLOPs of both products of attention.
+        """Return the FLOPs of both matrix products of attention.
 
-        All scores count, as is usual, though a causal mask leaves half of them out. Shapes: [rows,
-        heads, tokens, features].
+        All scores are counted, as is usual, although a causal mask removes half of them. Shapes:
+        [rows, heads, tokens, features].
         """
         keys = self._keys or k.shape[-2]
         return 2 * q.shape[:-1].numel() * keys * (q.shape[-1] + v.shape[-1])
 
 
 class _DeviceKernels(TorchFunctionMode):
-    """Runs attention and dropout by the kernels of GPUs.
+    """Replace attention and dropout by their GPU kernels.
 
-    On the meta device torch would choose an attention that keeps its scores, and dropout masks as
-    wide as the input.
+    On the meta device torch would use an attention that stores its scores, and dropout masks in the
+    dtype of the input.
     """
 
     def __torch_function__(self, function, types, arguments: Any = (), options: dict | None = None):
@@ -181,12 +181,12 @@ def costs_of(
 ) -> dict[str, Cost]:
     """Return the cost of each kind of action of a stage.
 
-    It does on meta what `run_pipeline` does with one micro-batch of `table`. If that is the only
-    micro-batch of a step, gradients come while activations go, and count as live.
+    It runs on meta what `run_pipeline` does with one micro-batch of `table`. If a step has only one
+    micro-batch, gradients are allocated while activations are freed, and count as live.
 
-    Under context parallelism a token's attention counts the keys of the whole sequence, too, of
-    which a rank that gathers them computes those up to its chunks' ends. So all ranks are alike:
-    an early chunk of few keys has a late one beside it.
+    Under context parallelism, attention also counts the keys of the whole sequence for each token,
+    although a rank that gathers keys computes only those up to the ends of its chunks. So all ranks
+    are equal: each has an early chunk with few keys and a late one with many.
     """
     _set_gradients(model, stage, exist=not has_one_microbatch(table))
     batch = _micro_batch(run, model.ctx)
@@ -197,7 +197,7 @@ def costs_of(
             received = torch.empty(shape, dtype=dtype, device=META)
             received.requires_grad_(stage.index > model.engine.first_trained_stage)
         x = batch.input_ids if received is None else received
-        assert x is not None  # the ids are there
+        assert x is not None  # batch.input_ids is set
         output = model.forward_stage(x, batch, stage)
         if stage.last:
             labelled = torch.ones((), device=META)
@@ -214,7 +214,7 @@ def costs_of(
             gradient = torch.full_like(output, 1.0)
         else:
             gradient = torch.empty(shape, dtype=dtype, device=META)
-        if output.requires_grad:  # else nothing here, or before it, is trained
+        if output.requires_grad:  # otherwise this stage and all before it are frozen
             run_backward(output, gradient)
         weights = queue.take() if queue else None
     del received, x, output, gradient
@@ -228,7 +228,7 @@ def costs_of(
 
 
 def _micro_batch(run: PlannedRun, ctx: ParallelContext) -> MicroBatch:
-    """Return what a rank has of a micro-batch, without values."""
+    """Return a rank's part of a micro-batch, on the meta device."""
     length = run.seq_length
     whole = padded_length(length, ctx)
     tokens = (run.micro_batch_size, whole // ctx.cp_size)
@@ -238,8 +238,9 @@ def _micro_batch(run: PlannedRun, ctx: ParallelContext) -> MicroBatch:
 
 
 def _set_gradients(model: Model, stage: Stage, exist: bool) -> None:
-    """Give each parameter that is trained a gradient, in fp32, as earlier micro-batches leave it;
-    or none, but to a tied one whose gradient a later stage of the rank has made before `stage`."""
+    """Set the gradients before a micro-batch. exist: every trained parameter has an fp32 gradient
+    from earlier micro-batches; otherwise only tied parameters have one, if a later stage of the
+    rank made it before `stage`."""
     made = set() if stage.index == model.stages[-1].index else model.used_again
     for entry in model.entries():
         parameter = entry.parameter
@@ -249,7 +250,7 @@ def _set_gradients(model: Model, stage: Stage, exist: bool) -> None:
 
 
 def forward_flops(model: Model, rows: int, sequence: int) -> float:
-    """Count the FLOPs of one forward, with the loss, of a whole model on the meta device."""
+    """Return the FLOPs of one forward pass, with the loss, of a whole model on the meta device."""
     ids = torch.empty(rows, sequence, dtype=torch.int64, device=META)
     batch = MicroBatch((rows, sequence), ids, ids, length=sequence, longest=sequence)
     meter, output = Meter(model.ctx), ids
@@ -269,12 +270,12 @@ def estimate_costs(
     known: dict[tuple, dict[str, Cost]],
     key: tuple,
 ) -> dict[str, Cost]:
-    """Return what `costs_of` would, from a run of a few layers: the others are taken to be alike.
-    Where other parameters are trained in some layers than in others, all run.
+    """Estimate `costs_of` from a run of a few layers. The other layers are assumed to be equal. If
+    layers differ in their trained parameters, all layers run.
 
-    known: what was metered of few layers, which is added to. key: what makes the costs of stages of
-    as many layers equal. The peak is then exact, or too high where something after the layers'
-    backward needs more than the layers do.
+    known: cache of the measured costs of a few layers, which is extended. key: equal for stages
+    with equal costs, apart from the number of layers. The peak is exact, or too high if the
+    backward of something outside the layers needs more memory than the layers.
     """
     unit = run.recompute_interval if run.recompute == "full" else 1
     rest = len(stage.layers) % unit
@@ -287,7 +288,7 @@ def estimate_costs(
             known[*key, len(layers)] = costs_of(model, cut, run, queue, table)
     one, two = (known[*key, len(layers)] for layers in few)
     repeats = len(stage.layers) // unit - 2
-    costs, before = {}, "F"  # before: the action after which this one comes
+    costs, before = {}, "F"  # before: the preceding action
     for kind in two:
         a, b = one[kind], two[kind]
         more_of_each = {
@@ -318,13 +319,14 @@ def has_one_microbatch(table: list[Action]) -> bool:
 
 
 def boundary_bytes(run: PlannedRun, model: Model) -> int:
-    """Return the bytes of a micro-batch that a stage sends to another."""
+    """Return the number of bytes that a stage sends to another per micro-batch."""
     itemsize = getattr(torch, run.dtype).itemsize
     return math.prod(boundary_shape(run, model)) * itemsize
 
 
 def boundary_shape(run: PlannedRun, model: Model) -> tuple[int, int, int]:
-    """Return the shape of what a stage sends to another: [rows, tokens of this rank, hidden]."""
+    """Return the shape of the tensor that a stage sends to another: [rows, tokens of this rank,
+    hidden]."""
     ctx = model.ctx
     ranks = ctx.cp_size * (ctx.tp_size if ctx.sequence_parallel else 1)
     sequence = padded_length(run.seq_length, ctx) // ranks

@@ -44,8 +44,8 @@ from megazoo.planning.ranks import Builder, counted_parameters, place_in, resize
 from megazoo.planning.run import PlannedRun
 from megazoo.planning.static import Static, measure_static
 
-MOST_ACTIONS = 1_000_000  # of a step: each is scheduled by itself
-# What a plan repeats of the run it was made for.
+MOST_ACTIONS = 1_000_000  # per step: each is scheduled separately
+# The settings of the run that a plan contains.
 BATCH = "micro_batch_size global_batch_size seq_length dtype recompute recompute_interval".split()
 
 
@@ -85,13 +85,14 @@ class RankPlan:
 
 @dataclass
 class Plan:
-    """What a run takes.
+    """The requirements of a run.
 
-    parameters: of the whole model, copies once, with its adapters. trainable_parameters: those of
-    them that are not frozen. microbatches: of a replica, in a step. bubble: idle time over work, of
-    all ranks, if all stages are alike. bubble_of_stages: the same if each action takes as long as
-    its FLOPs. step_flops: the FLOPs that a rank could do in the time of such a step.
-    model_flops_per_token: of forward and backward, nothing twice: what MFU counts.
+    parameters: of the whole model with its adapters; copies are counted once. trainable_parameters:
+    the part that is not frozen. microbatches: per replica and step. bubble: idle time divided by
+    working time, over all ranks, if all stages take equal time. bubble_of_stages: the same if the
+    time of each action is proportional to its FLOPs. step_flops: the FLOPs that a rank could do in
+    the time of such a step. model_flops_per_token: of forward and backward, without recomputation,
+    as MFU counts them.
     """
 
     model: str
@@ -112,19 +113,19 @@ class Plan:
 
 
 class Planner(Builder):
-    """Plans runs of a model. What it has metered of a kind of rank it uses again, in other layouts,
-    too.
+    """Plan runs of a model. Measurements of a kind of rank are cached, and reused in other layouts.
 
-    quick: meter a few layers of each stage only (see estimate_costs). attached: as in Builder. What
-    of it is trained the runs say (train_only). Layouts are virtual contexts, of any rank.
+    quick: measure only a few layers per stage (see estimate_costs). attached: as in Builder; the
+    runs define which of its parameters are trained (train_only). Layouts are virtual contexts of
+    any rank.
     """
 
     def __init__(self, config, quick: bool = False, attached: Attachment | None = None):
         super().__init__(config, attached)
         self.quick = quick
-        self._costs: dict[tuple, dict[str, Cost]] = {}  # of a kind of stage
-        self._few_layers: dict[tuple, dict[str, Cost]] = {}  # the same, as if it had but these
-        self._static: dict[tuple, Static] = {}  # of a kind of rank
+        self._costs: dict[tuple, dict[str, Cost]] = {}  # by kind of stage
+        self._few_layers: dict[tuple, dict[str, Cost]] = {}  # the same, with only a few layers
+        self._static: dict[tuple, Static] = {}  # by kind of rank
 
     def check(self, layout: ParallelContext, run: PlannedRun) -> None:
         """Raise UserError if the training program does not support the run."""
@@ -143,12 +144,12 @@ class Planner(Builder):
             self.build(place_in(layout, 0))  # raises an error for more ranks than heads
 
     def plan(self, layout: ParallelContext, run: PlannedRun) -> Plan:
-        """Return the plan of a run that `check` allows."""
+        """Return the plan of a run. `check` must accept the run."""
         tables = schedule_tables(layout, run)
         without_recompute = replace(run, recompute="none")
         uncut = resized(layout, tp=1, cp=1, dp=1)
         ranks: list[RankPlan] = []
-        slowest: dict[tuple[str, int], float] = {}  # the most FLOPs of an action of a stage
+        slowest: dict[tuple[str, int], float] = {}  # maximum FLOPs, by kind of action and stage
         parameters = trainable = 0
         model_flops = 0.0
         for pp_rank, table in enumerate(tables):
@@ -167,7 +168,7 @@ class Planner(Builder):
                     alike[key] = self.rank_plan(model, run, table, costs)
                 alike[key].tp.append(tp_rank)
             ranks += alike.values()
-            # What ranks along tp and cp do each for themselves is useful once.
+            # Work that is replicated along tp and cp counts once as useful.
             model = self.build(place_in(uncut, pp_rank), run.train_only)
             useful = self.costs(model, without_recompute, table)
             model_flops += sum(cost.flops for stage in useful for cost in stage.values())
@@ -188,7 +189,7 @@ class Planner(Builder):
         )
 
     def costs(self, model: Model, run: PlannedRun, table: list[Action]) -> list[dict[str, Cost]]:
-        """Return what the actions of each stage of a rank take, by their kind, in `table`."""
+        """Return the costs of the actions in `table`, for each stage of a rank, by kind."""
         ctx = model.ctx
         split = splits_backward(run.schedule, ctx.pp_size, ctx.virtual_size)
         setting = (
@@ -209,12 +210,12 @@ class Planner(Builder):
         keys = [(*setting, key) for key in stage_keys(model)]
         new = {key: number for number, key in enumerate(keys) if key not in self._costs}
         if new:
-            # Replicas change nothing here, but for what cuts their parameters.
+            # Replicas change nothing here, except axes that shard their parameters.
             layout = ctx if ctx.folded else resized(ctx, dp=1)
             alone = place_in(layout, ctx.pp_rank, ctx.tp_rank)
             metered = self.build(alone, run.train_only, getattr(torch, run.dtype))
             metered.recompute(run.recompute, run.recompute_interval)
-            buckets = metered.engine.buckets  # they say of what precision gradients are
+            buckets = metered.engine.buckets  # they define the precision of gradients
             queue = WeightQueue(buckets.received) if split else None
             with metered.engine.deferred_sums(queue):
                 for key, number in new.items():
@@ -234,10 +235,10 @@ class Planner(Builder):
         table: list[Action],
         costs: list[dict[str, Cost]],
     ) -> RankPlan:
-        """Return what a rank takes that runs `table`; `tp` is left empty.
+        """Return the requirements of a rank that runs `table`, with an empty `tp`.
 
-        model: the rank's, or that of a pipeline rank that is like it. costs: of the actions of its
-        stages, by their kind.
+        model: of the rank, or of an equal pipeline rank. costs: of the actions of its stages, by
+        kind.
         """
         ctx, static = model.ctx, self.static(model, run)
         pp_rank = ctx.placement.rank_of(table[0].stage)
@@ -247,7 +248,7 @@ class Planner(Builder):
         on_their_way = (MAX_OPEN_EXCHANGES + 1) * boundary
         activations = round(_peak(table, by_stage)) + on_their_way
         if has_one_microbatch(table):
-            activations -= static.gradients  # which the actions have counted
+            activations -= static.gradients  # they are included in the costs of the actions
         to = [a.stage + (1 if a.kind == "F" else -1) for a in table if a.kind != "W"]
         sends = sum(0 <= stage < ctx.stage_count and stage not in by_stage for stage in to)
         return RankPlan(
@@ -271,7 +272,8 @@ class Planner(Builder):
         )
 
     def static(self, model: Model, run: PlannedRun) -> Static:
-        """Return what a rank has all the time, and sends after the last backward."""
+        """Return the permanent memory of a rank, and the bytes that it sends after the last
+        backward."""
         key = (
             model.ctx.tp_size,
             model.ctx.sequence_parallel,
@@ -291,13 +293,13 @@ class Planner(Builder):
 
 
 def schedule_tables(layout: ParallelContext, run: PlannedRun) -> list[list[Action]]:
-    """Return what each pipeline rank does in a step, in order."""
+    """Return the actions of each pipeline rank in a step, in order."""
     schedule, count = schedule_named(run.schedule), run.microbatches(layout.dp_size)
     return tables_of(schedule, layout.pp_size, layout.virtual_size, count)
 
 
 def _described(layout: ParallelContext, run: PlannedRun) -> dict:
-    """Return what a plan repeats of the layout it was made for, by the names of the flags."""
+    """Return the layout as it appears in a plan, by the names of the flags."""
     cuts = layout.stage_layers
     return {
         "tp": layout.tp_size,
@@ -316,9 +318,9 @@ def _described(layout: ParallelContext, run: PlannedRun) -> dict:
 
 
 def _peak(table: list[Action], costs: dict[int, dict[str, Cost]]) -> float:
-    """Return the largest number of bytes of all micro-batches that are live on a rank together.
+    """Return the maximum live bytes of all micro-batches on a rank.
 
-    costs: of each stage, by the kind of action.
+    costs: by stage, then by kind of action.
     """
     held: dict[tuple[int, int], float] = {}  # by stage and micro-batch
     total = peak = 0.0
@@ -332,9 +334,9 @@ def _peak(table: list[Action], costs: dict[int, dict[str, Cost]]) -> float:
 
 
 def bubble_and_time(tables: Sequence[list[Action]], cost: dict | None) -> tuple[float, float]:
-    """Return the idle time of all ranks over their work, and the time of a step.
+    """Return the idle time of all ranks divided by their working time, and the time of a step.
 
-    cost: the time of an action, by its kind and stage; of None, all stages are alike.
+    cost: time of an action, by kind and stage; None: all stages take equal time.
     """
     spans = timeline(tables, cost).values()
     work, end = sum(span.end - span.start for span in spans), max(span.end for span in spans)
@@ -342,7 +344,7 @@ def bubble_and_time(tables: Sequence[list[Action]], cost: dict | None) -> tuple[
 
 
 def note_on_mfu(config: Any, seq_length: int) -> str | None:
-    """Return a note if MFU counts other FLOPs than a custom model runs, or None.
+    """Return a note if MFU counts other FLOPs than a custom model runs, otherwise None.
 
     A backward is counted as twice the FLOPs of its forward, which is run on the meta device.
     """

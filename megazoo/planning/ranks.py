@@ -15,11 +15,11 @@ from megazoo.parallel.shard import volume
 from megazoo.parallel.stages import Stage
 from megazoo.planning.meter import META
 
-Trained = dict[int | None, frozenset[str]]  # by layer; None: what is in no layer
+Trained = dict[int | None, frozenset[str]]  # by layer; None: outside of the layers
 
 
 class Builder:
-    """Builds any rank's part of a model, in any layout, without memory.
+    """Build any rank's part of a model, in any layout, on the meta device.
 
     attached: additions to the model's weights, such as adapters, or None.
     """
@@ -27,7 +27,7 @@ class Builder:
     def __init__(self, config, attached: Attachment | None = None):
         self.config, self.family, self.attached = config, FAMILIES[family_of(config)], attached
         self._trained: dict[str | None, Trained] = {}  # by the pattern of train_only
-        self._first_trained: dict[tuple, int] = {}  # of a layout
+        self._first_trained: dict[tuple, int] = {}  # by layout
 
     def build(
         self,
@@ -35,9 +35,9 @@ class Builder:
         train_only: str | None = None,
         dtype: torch.dtype | None = None,
     ) -> Model:
-        """Return the stages of a context's rank, on meta: ctx is of `place_in`. train_only: as in
-        `Model.train_only`. dtype: of the parameters, whose gradients are then in fp32; by default
-        only shapes are of interest."""
+        """Return the stages of a rank, on meta. ctx: from `place_in`. train_only: as in
+        `Model.train_only`. dtype: of the parameters; their gradients are then fp32. None: only
+        shapes matter."""
         if dtype is None:
             model = self.family.on_meta(self.config, ctx)
         else:
@@ -48,13 +48,13 @@ class Builder:
         return model
 
     def first_trained_stage(self, ctx: ParallelContext, train_only: str | None) -> int:
-        """Return the index of the first stage of the pipeline that trains anything, as all ranks
-        would find it together: see `TrainingEngine.agree_on_frozen`. ctx: of any rank."""
+        """Return the index of the first pipeline stage with a trained parameter, as
+        `TrainingEngine.agree_on_frozen` finds it on all ranks. ctx: of any rank."""
         key = (ctx.placement, ctx.stage_layers, train_only)
         if key not in self._first_trained:
             first = ctx.stage_count
             for pp_rank in range(ctx.pp_size):
-                if first < pp_rank:  # of its first stage, and those of later ranks come later
+                if first < pp_rank:  # later ranks have only later stages
                     break
                 there = ParallelContext.virtual(
                     1,
@@ -70,8 +70,8 @@ class Builder:
         return self._first_trained[key]
 
     def trained(self, train_only: str | None) -> Trained:
-        """Return the names of what is trained, by layer, without the layers' own names. UserError
-        if the pattern, or what is attached, names nothing."""
+        """Return the names of the trained parameters, by layer, without the prefixes of the layers.
+        Raises UserError if the pattern or the attachment matches no parameter."""
         if train_only not in self._trained:
             names: dict[int | None, list[str]] = {}
             for entry in whole_model(self.config, train_only, self.attached).trained_entries():
@@ -126,11 +126,11 @@ def layer_of(name: str) -> tuple[int | None, str]:
 
 
 def stage_keys(model: Model) -> list[tuple]:
-    """Return a key for each stage, equal for those that do alike: as many layers, of the same
-    shapes, of which the same is trained, though of other numbers.
+    """Return a key for each stage. Stages with the same work have equal keys: the same number of
+    layers, with the same shapes and the same trained parameters.
 
-    What is in no layer belongs to the first stage or the last. A stage behind the first that is
-    trained passes gradients on.
+    Parameters outside of the layers belong to the first or the last stage. Stages after the first
+    trained one send gradients back.
     """
     layers: dict[int | None, list] = {}
     for name, parameter in model.named_parameters():
@@ -147,8 +147,8 @@ def stage_keys(model: Model) -> list[tuple]:
 
 
 def counted_parameters(model: Model) -> tuple[int, int]:
-    """Count the parameters of a rank, and those that are trained, without those that are counted on
-    another; with the equal parts that ranks along folded axes have."""
+    """Return the number of parameters of a rank, and of those the number that is trained. Copies
+    that are counted on another rank are excluded. Shards along folded axes are included."""
     counted = trained = 0
     for entry in model.entries():
         pieces = entry.counted_pieces(model.ctx)

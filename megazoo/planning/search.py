@@ -1,4 +1,4 @@
-"""Find the layouts of a number of GPUs in which a run fits into their memory."""
+"""Find the layouts of a number of GPUs in which a run fits into memory."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -27,11 +27,12 @@ SHORTEST_PART = 1024  # tokens of a context-parallel rank
 
 @dataclass(frozen=True)
 class FoundLayout:
-    """A layout that fits, with what a step takes of the rank that needs most.
+    """A layout that fits, with the maximum requirements of a rank.
 
-    total: bytes of memory. sent_tp and so on: bytes sent over that axis. bubble, step_flops: as
-    bubble_of_stages and step_flops of a Plan. time: estimated seconds, by which layouts are ranked;
-    exposed: the share of it that is communication which nothing hides (see step_time.py).
+    total: bytes of memory. sent_tp, sent_pp, sent_cp, sent_dp: bytes sent over each axis per step.
+    bubble, step_flops: as bubble_of_stages and step_flops of a Plan. time: estimated seconds per
+    step, by which layouts are ranked. exposed: share of it for communication that is not overlapped
+    (see step_time.py).
     """
 
     tp: int
@@ -67,17 +68,31 @@ def find_layouts(
     gpu: GPU = GPUS["h100"],
     cp_method: str = "allgather",
 ) -> Iterator[FoundLayout]:
-    """Yield the layouts of `gpus` ranks of which each fits into `memory` bytes, in no order.
+    """Yield the layouts of `gpus` ranks that fit, in no particular order.
 
-    Searched are tp (a power of two, at most LARGEST_TP), pp (once it fits without recomputation, up
-    to twice the fastest), dp, virtual-pp (at most LARGEST_VIRTUAL_PP, where it divides
-    the layers), and recompute: the least that fits. Where a sequence is not so short that ranks
-    would have less than SHORTEST_PART tokens, and fits with recomputation only or not at all, cp is
-    searched, too: powers of two, until it fits without; those are told that fit with less
-    recomputation. Sequence parallelism and ZeRO-1 send no more than what they replace, so they are
-    on where there are ranks for them. The rest is as given. Of the tp ranks the first is looked at:
-    if one has more, it does. gpu: whose time is estimated. Raises UserError for what no layout
-    could run.
+    The search covers these settings; all others stay as in `run`:
+
+    - tp: powers of two up to LARGEST_TP. Only the first tp rank is measured; its shard is the
+      largest.
+    - pp: after a pp fits without recomputation, at most twice the pp of the fastest layout.
+    - cp: powers of two, until one fits without recomputation. A larger cp is yielded only if it
+      needs less recomputation than a smaller one. No rank gets less than SHORTEST_PART tokens.
+    - dp: the remaining ranks.
+    - virtual-pp: up to LARGEST_VIRTUAL_PP, if it divides the layers.
+    - recompute: the least that fits.
+    - Sequence parallelism and ZeRO-1: on if tp or dp x cp allow it, because they do not send more
+      bytes than the collectives that they replace.
+
+    Args:
+        planner: Plans the layouts.
+        gpus: Number of ranks.
+        memory: Bytes of memory of each rank.
+        run: The run; its recompute and zero are replaced.
+        gpu: GPU type for the estimate of the time.
+        cp_method: See CP_METHODS.
+
+    Raises:
+        UserError: If no layout could run.
     """
     if gpus < 1:
         raise UserError(f"gpus {gpus} must be at least 1")
@@ -101,12 +116,13 @@ def find_layouts(
                 least = min([least, *(MODES.index(each.recompute) for each in found)])
                 fastest, depth = min([(fastest, depth), *((each.time, pp) for each in found)])
                 cp *= 2
-            if least == 0 and cp == 2 and pp >= 2 * depth:  # it does without context parallelism
+            if least == 0 and cp == 2 and pp >= 2 * depth:  # context parallelism is not needed
                 break
 
 
 def _weights_and_gradients(planner: Planner, run: PlannedRun) -> int:
-    """Return the least bytes that all ranks of a replica have together."""
+    """Return the minimum bytes that all ranks of a replica need together for weights and
+    gradients."""
     all_is_trained = planner.attached is None and run.train_only is None
     gradient = torch.float32.itemsize if all_is_trained else 0
     itemsize = getattr(torch, run.dtype).itemsize
@@ -121,7 +137,7 @@ def _of_sizes(
     gpu: GPU,
     cp_method: str,
 ) -> Iterator[FoundLayout]:
-    """Yield the layouts that fit, one for each virtual-pp. sizes: tp, pp, cp and dp."""
+    """Yield the layouts that fit, one per virtual-pp. sizes: tp, pp, cp and dp."""
     tp, pp, cp, dp = sizes
     layers = planner.config.layers
     virtual = [v for v in range(2, LARGEST_VIRTUAL_PP + 1) if pp > 1 and layers % (pp * v) == 0]
@@ -155,8 +171,8 @@ def fitting_layout(
     memory: float,
     gpu: GPU = GPUS["h100"],
 ) -> FoundLayout | None:
-    """Return the layout, which `Planner.check` must support, if each rank fits into `memory` bytes,
-    otherwise None."""
+    """Return the layout if each rank fits into `memory` bytes, otherwise None. `Planner.check` must
+    accept it."""
     tables = schedule_tables(layout, run)
     models: dict[tuple, Model] = {}  # by the key of equal stages
     ranks: list[RankPlan] = []
@@ -207,8 +223,8 @@ def fitting_layout(
 
 
 def fastest_layouts(found: Iterable[FoundLayout]) -> list[FoundLayout]:
-    """Return the fastest layout of each size of tp, pp, cp and dp, in the order of their time: they
-    differ in virtual-pp."""
+    """Return the fastest layout for each combination of tp, pp, cp and dp, over all virtual-pp,
+    sorted by time."""
     fastest: dict[tuple, FoundLayout] = {}
     for layout in sorted(found, key=lambda layout: layout.time):
         fastest.setdefault(layout.sizes, layout)

@@ -1,4 +1,4 @@
-"""Measure what a rank has all the time: weights, gradients and optimizer state, in bytes."""
+"""Measure the permanent memory of a rank in bytes: weights, gradients and optimizer state."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ class Static:
     """The permanent memory of a rank, in bytes as in RankPlan, the bytes per step that it sends for
     gradients and parameters, and the FLOPs of the matrix products of its optimizer.
 
-    sent_early: the part of sent_dp that is sent during backward, for sums of gradients. The rest is
+    sent_early: the part of sent_dp that is sent during backward, to reduce gradients. The rest is
     sent after it.
     """
 
@@ -42,19 +42,19 @@ class Static:
 
 
 def measure_static(model: Model, run: PlannedRun) -> Static:
-    """Measure what a rank of a model on meta has all the time.
+    """Measure the permanent memory of a rank, from its model on the meta device.
 
-    It sums the gradients as after the last backward of a step, and has Muon bring matrices
-    together, to see what that sends.
+    To count the bytes sent, it reduces the gradients as after the last backward of a step, and lets
+    Muon gather matrices.
     """
     ctx, entries, trained = model.ctx, list(model.entries()), model.trained_entries()
     states, optimizer = [], None
-    if trained:  # a rank by itself, as this one is, can't make an optimizer of nothing
+    if trained:  # a single rank can't make an optimizer without parameters
         kind = {"adamw": AdamW, "muon": Muon}[run.optimizer]
         optimizer = kind(model, zero=run.zero, loss_scale=LossScale())
         states = list(optimizer.state.values())
     here = sum(tensor.nbytes for state in states for tensor in state.values())
-    # Offloaded, it has fp32 masters for every dtype, of the size of one of the two moments.
+    # With offloading there are fp32 master weights for every dtype, as large as one of the moments.
     there = sum(
         state[name].nbytes
         for state in states
@@ -70,7 +70,7 @@ def measure_static(model: Model, run: PlannedRun) -> Static:
     )
     buckets.wait_for_sums()
     sums = _sent_to_replicas(ctx) - before_dp
-    # what of them each bucket has
+    # the share of each bucket
     shares = [s * (a.size - 1) / a.size for s, a in zip(buckets.sizes, buckets.axes, strict=True)]
     if buckets.sharded:
         buckets.gather()
@@ -99,12 +99,12 @@ def measure_static(model: Model, run: PlannedRun) -> Static:
 
 
 def _sent_to_replicas(ctx: ParallelContext) -> float:
-    """Return the bytes that were sent, until now, over the token axis and to the replicas of what
-    folded axes cut."""
+    """Return the bytes sent so far over the token axis, and to the replicas of weights that folded
+    axes shard."""
     axes = [ctx.token_axis, *(axis.replicas for axis in ctx.folded.values())]
     return sum(_sent(axis.group) for axis in axes)
 
 
 def _sent(group: dist.ProcessGroup | None) -> float:
-    """Return the bytes that were sent, until now, over a group of a virtual context."""
+    """Return the bytes sent so far over a group of a virtual context."""
     return group.sent if isinstance(group, VirtualGroup) else 0.0

@@ -3,14 +3,15 @@
 Overlapped communication costs time only if it takes longer than the work that it overlaps with, as
 in the engine on CUDA:
 
-- The reductions of gradients over the replicas overlap with the backward of the last micro-batch;
-those of tied parameters and of copies over tp start after it. - Tensor-parallel communication in
-the backward of a column-parallel layer overlaps with the products of that layer. - Activations are
-sent between stages while both compute; a stage waits for late ones.
+- The reductions of gradients over the replicas overlap with the backward of the last micro-batch.
+  The reductions of tied parameters and of copies over tp start after it.
+- Tensor-parallel communication in the backward of a column-parallel layer overlaps with the
+  products of that layer.
+- Activations are sent between stages while both compute. A stage waits for late ones.
 
-All other communication is waited for: the rest over tp, that over cp, and the gathers of parameters
-after the update (ZeRO-1). Not counted are the update of the optimizer (except the products of Muon)
-and the start of a ring over many nodes.
+All other communication adds to the time: the rest over tp, all over cp, and the gathers of
+parameters after the update (ZeRO-1). Not counted are the update of the optimizer (except the
+products of Muon) and the start of a ring over many nodes.
 """
 
 from collections.abc import Sequence
@@ -21,11 +22,11 @@ from megazoo.planning.meter import Cost
 from megazoo.planning.static import Static
 
 NODE = 8  # GPUs
-# The share of a data sheet's rates that programs get. Products: cuBLAS, of large matrices. Links:
-# NCCL's rings, of messages of some tens of MB.
+# The share of data-sheet rates that programs reach. FLOPs: cuBLAS, large matrices. Links: NCCL's
+# rings, with messages of some tens of MB.
 OF_FLOPS, OF_MEMORY, OF_LINKS = 0.75, 0.75, 0.7
-KERNEL = 5e-6  # seconds: what PyTorch takes to launch a kernel, and the GPU to begin and end it
-COLLECTIVE = 20e-6  # seconds: the same of a collective of NCCL's within a node
+KERNEL = 5e-6  # seconds to launch, start and end a kernel
+COLLECTIVE = 20e-6  # seconds: the same for an NCCL collective within a node
 
 
 @dataclass(frozen=True)
@@ -53,10 +54,10 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast each rank of a layout computes, and sends along each axis, a second: FLOPs of
-    products; bytes of memory, and bytes sent.
+    """Rates of each rank of a layout, per second: FLOPs of matrix products, bytes of memory
+    traffic, and bytes sent along each axis.
 
-    dp: the replicas, those along cp included. pp: from a stage to the next.
+    dp: over the replicas, including the ranks along cp. pp: from a stage to the next.
     """
 
     flops: float
@@ -68,13 +69,13 @@ class Speed:
 
     @classmethod
     def of(cls, gpu: GPU, dtype: str, tp: int, pp: int, cp: int, dp: int) -> "Speed":
-        """Return the speed of a layout on a GPU. Ranks are ordered as in
-        `megazoo.parallel.context.AXES`: tp is fastest, then cp, dp and pp."""
+        """Return the rates of a layout on a GPU. Ranks are ordered as in
+        `megazoo.parallel.context.AXES`: tp varies fastest, then cp, dp and pp."""
 
         def ring(stride: int, size: int) -> float:
             if stride * size <= NODE:
                 return OF_LINKS * gpu.nvlink
-            here = max(1, NODE // stride)  # the ring's ranks of a node, which share out its rounds
+            here = max(1, NODE // stride)  # ranks of the ring per node
             return OF_LINKS * min(gpu.nvlink, here * gpu.network)
 
         one_node = tp * cp * dp * pp <= NODE
@@ -88,19 +89,19 @@ class Speed:
         )
 
     def computing(self, cost: Cost) -> float:
-        """Return the seconds that an action computes."""
+        """Return the computation time of an action in seconds."""
         return cost.flops / self.flops + cost.moved / self.memory + cost.kernels * KERNEL
 
     def action(self, kind: str, cost: Cost) -> float:
-        """Return the seconds of an action, communication within it included."""
-        # The products of a backward of only the inputs are too few to overlap with.
+        """Return the time of an action in seconds, including its communication."""
+        # A backward of only the inputs has too few products to overlap with.
         beside = cost.sent_beside / self.tp if kind == "B" else 0.0
         waited = cost.sent_tp / self.tp + cost.sent_cp / self.cp - beside
         return max(self.computing(cost), beside) + waited + cost.collectives * COLLECTIVE
 
     def afterwards(self, static: Static) -> float:
-        """Return the seconds between a rank's last backward, with the sums that leave under it, and
-        the end of a step."""
+        """Return the seconds from the end of a rank's last backward, and of the reductions that
+        overlap with it, to the end of the step."""
         return (
             (static.sent_dp - static.sent_early) / self.dp
             + static.sent_tp / self.tp
@@ -111,14 +112,14 @@ class Speed:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step: total, and those that are left if communication takes no time."""
+    """The time of a step in seconds: total, and without communication."""
 
     total: float
     computing: float
 
     @property
     def exposed(self) -> float:
-        """The share of a step that is communication which nothing hides."""
+        """The share of a step for communication that is not overlapped."""
         return 1 - self.computing / self.total
 
 
@@ -131,8 +132,8 @@ def step_time(
 ) -> StepTime:
     """Return the time of a step.
 
-    tables: of each pipeline rank. costs: of an action, by its kind and stage. statics: of each
-    pipeline rank. boundary: bytes of a micro-batch that a stage sends to the next.
+    tables: one per pipeline rank. costs: by kind of action and stage. statics: one per pipeline
+    rank. boundary: bytes that a stage sends to the next per micro-batch.
     """
     products = max(static.optimizer_flops for static in statics) / speed.flops
     alone = timeline(tables, {key: speed.computing(cost) for key, cost in costs.items()})
@@ -149,8 +150,9 @@ def step_time(
 
 
 def _end_of_sums(table: list[Action], spans: dict[Action, Span], sums: float) -> float:
-    """Return when a rank has finished its backwards, and the sums over replicas that leave during
-    the last one of each of its stages: `sums` seconds in all, as much of each stage."""
+    """Return when a rank has finished its backwards and the reductions over replicas. The
+    reductions start during the last backward of each stage. sums: their total time in seconds,
+    divided equally among the stages."""
     last = {action.stage: spans[action] for action in table if action.kind != "F"}
     end = 0.0
     for span in sorted(last.values()):

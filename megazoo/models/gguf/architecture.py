@@ -1,5 +1,5 @@
-"""How GGUF names and orders what a model has, both ways: between its metadata and the values of a
-Hugging Face config.json, and between its tensors and Hugging Face's."""
+"""Convert between GGUF and Hugging Face, in both directions: metadata and config.json, names and
+row order of tensors."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,20 +12,20 @@ from megazoo.files import convert
 from megazoo.gguf_file import GGUF, library
 from megazoo.layers.rotary import Rotary
 
-# By general.architecture, the model_type in transformers. Mistral's files are of llama, too.
+# The model_type in transformers by general.architecture. Mistral files have llama, too.
 MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-# Each pair of features that rotary positions turn is of neighbours in files of llama; transformers
-# has the first of all pairs, then the second.
+# Rotary embeddings rotate pairs of features. In llama files the two features of a pair are
+# adjacent; in transformers the first features of all pairs come first, then the second ones.
 IN_PAIRS = ("llama",)
 EMBEDDING = "token_embd.weight"
-ROPE_FACTORS = "rope_freqs.weight"  # of llama3's scaling: what divides each frequency
+ROPE_FACTORS = "rope_freqs.weight"  # of llama3 scaling: the divisors of the frequencies
 LLAMA3 = {
     "rope_type": "llama3",
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
-}  # of all published models, but for the factor
+}  # common to the published models, except the factor
 NUMBERS = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -35,13 +35,13 @@ NUMBERS = {
     "attention.head_count_kv": "num_key_value_heads",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
-HARMLESS = {"vocab_size", "tensor_data_layout"}  # the size of the embedding counts
-UNUSED = {"expert_count": 0, "expert_used_count": 0, "attention.causal": True}  # if they are there
+HARMLESS = {"vocab_size", "tensor_data_layout"}  # the shape of the embedding is used instead
+UNUSED = {"expert_count": 0, "expert_used_count": 0, "attention.causal": True}  # if present
 
 
 def config_values(contents: GGUF) -> dict[str, Any]:
-    """Return what a Hugging Face config.json says of the model in a GGUF file. UserError names what
-    is missing, or changes the mathematics and is not supported."""
+    """Return the values of a Hugging Face config.json for the model in a GGUF file. Raises
+    UserError for metadata that is missing, or that changes the computation and is not supported."""
     metadata, tensors = contents.metadata, contents.tensors
     architecture = convert(metadata.get("general.architecture", ""), str, "general.architecture")
     if architecture not in MODEL_TYPES:
@@ -78,17 +78,18 @@ def config_values(contents: GGUF) -> dict[str, Any]:
 
 
 def shape_of(tensors: dict, name: str) -> tuple[int, ...]:
-    """Return the shape of a tensor as torch has it, which GGUF names from the last dimension."""
+    """Return the shape of a tensor in torch's order. GGUF lists the last dimension first."""
     return tuple(int(size) for size in reversed(tensors[name].shape))
 
 
 def _shortest(number: Any) -> Any:
-    """Return the shortest float that is the same in fp32, which is how GGUF keeps it: 1e-05."""
+    """Return the float with the fewest digits that has the same fp32 value, such as 1e-05. GGUF
+    stores fp32."""
     return float(str(np.float32(number))) if isinstance(number, float) else number
 
 
 def _head_sizes(values: dict[str, Any], left: dict[str, Any]) -> dict[str, int]:
-    """Return head_dim where it does not follow from the hidden size."""
+    """Return head_dim if it does not follow from the hidden size."""
     heads, hidden = values["num_attention_heads"], values["hidden_size"]
     if not isinstance(heads, int) or not isinstance(hidden, int) or heads < 1:
         raise UserError(f"attention.head_count {heads!r} is not supported: it must be one number")
@@ -115,7 +116,7 @@ def _rope(values: dict[str, Any], left: dict[str, Any], contents: GGUF) -> dict[
         rope["factor"] = _shortest(left.pop("rope.scaling.factor", 1.0))
         original = left.pop("rope.scaling.original_context_length", None)
         rope["original_max_position_embeddings"] = original or values["max_position_embeddings"]
-    left.pop("rope.scaling.finetuned", None)  # says nothing of the mathematics
+    left.pop("rope.scaling.finetuned", None)  # does not affect the computation
     if ROPE_FACTORS not in contents.tensors:
         return rope
     factors = torch.from_numpy(np.array(contents.tensors[ROPE_FACTORS].data, np.float32))
@@ -127,14 +128,15 @@ def _rope(values: dict[str, Any], left: dict[str, Any], contents: GGUF) -> dict[
 
 
 def rope_factors(size: int, theta: float, positions: int, scaling: dict) -> torch.Tensor:
-    """Return what a scaling divides the frequency of each pair of features by, [size / 2]."""
+    """Return the divisors by which a scaling reduces the frequencies of the pairs of features:
+    [size / 2]."""
     plain, _ = Rotary(size, theta, positions).frequencies(torch.device("cpu"))
     scaled, _ = Rotary(size, theta, positions, scaling).frequencies(torch.device("cpu"))
     return plain / scaled
 
 
 def gguf_name_of(architecture: str, layers: int) -> Callable[[str], str]:
-    """Return the function from Hugging Face's names of tensors to those of a GGUF file."""
+    """Return a function that maps Hugging Face tensor names to GGUF tensor names."""
     gguf = library()
     kind = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(kind, layers)
@@ -149,20 +151,20 @@ def gguf_name_of(architecture: str, layers: int) -> Callable[[str], str]:
 
 
 def head_rows(architecture: str, values: dict[str, Any], theirs: str) -> int:
-    """Return the features of a head if GGUF has the rows of one of Hugging Face's tensors in pairs
-    (see IN_PAIRS), 0 otherwise."""
+    """Return the head size if GGUF stores the rows of this Hugging Face tensor in pairs (see
+    IN_PAIRS), otherwise 0."""
     turned = ".self_attn.q_proj." in theirs or ".self_attn.k_proj." in theirs
     return head_size(values) if architecture in IN_PAIRS and turned else 0
 
 
 def head_size(values: dict[str, Any]) -> int:
-    """Return the features of a head, as a Hugging Face config.json says them."""
+    """Return the head size that the values of a Hugging Face config.json define."""
     return values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
 
 
 def rows_in_pairs(start: int, stop: int, size: int) -> np.ndarray:
-    """Return where rows start to stop of Hugging Face's stand in a tensor that has them in pairs.
-    size: the features of a head."""
+    """Return the indices, in a tensor with rows in pairs, of the Hugging Face rows `start` to
+    `stop`. size: features per head."""
     head, row = np.divmod(np.arange(start, stop), size)
     half, pair = np.divmod(row, size // 2)
     return head * size + 2 * pair + half

@@ -1,4 +1,4 @@
-"""From any source of named tensors to a GGUF file, one tensor at a time."""
+"""Convert any source of named tensors to a GGUF file, one tensor at a time."""
 
 import math
 import os
@@ -53,13 +53,13 @@ def write_gguf(
     overwrite: bool = False,
     progress: BytesWritten = lambda _: None,
 ) -> str:
-    """Write a model of a LLaMA-like family, with its tokenizer, as a GGUF file; return why the
-    tokenizer was left out, or nothing.
+    """Write a model of a LLaMA-like family, with its tokenizer, as a GGUF file. Return the reason
+    if the tokenizer was omitted, otherwise an empty string.
 
-    dtype: of matrices, as stored by default; vectors (norms, biases) are fp32, as llama.cpp needs
-    them. q8_0: quantise matrices to 8 bits in blocks of 32, each with a scale; one whose rows are
-    no multiple of 32 becomes fp16. overwrite: replace another GGUF file. UserError for a config
-    that GGUF can't represent.
+    dtype: of matrices, by default as stored; vectors (norms, biases) are always fp32, because
+    llama.cpp needs fp32. q8_0: quantise matrices to 8 bits in blocks of 32 with one scale per
+    block; matrices whose row length is not a multiple of 32 become fp16. overwrite: replace an
+    existing GGUF file. Raises UserError for a config that GGUF can't represent.
     """
     values = hugging_face_config(source.config)
     architecture = architecture_of(source.config, values)
@@ -93,8 +93,8 @@ def write_gguf(
 _FILE_TYPES = {"F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16", "Q8_0": "MOSTLY_Q8_0"}
 
 
-# Of a Hugging Face config.json: what has a place in the file, and what follows from the tensors or
-# says nothing of the mathematics. `architecture_of` looks at the windows.
+# Fields of a Hugging Face config.json that are stored in the file, follow from the tensors, or do
+# not affect the computation. `architecture_of` checks the windows.
 WITH_A_PLACE = {*NUMBERS.values(), "vocab_size", "head_dim", "rope_parameters"}
 WITHOUT_ONE = set(
     "architectures attention_bias attention_dropout layer_types max_window_layers mlp_bias "
@@ -104,10 +104,10 @@ FIXED = {"hidden_act": "silu"}
 
 
 def architecture_of(config: Any, values: dict[str, Any]) -> str:
-    """Return the general.architecture of a config. UserError for one that GGUF files are not
-    written of.
+    """Return the general.architecture of a config. Raises UserError for a config that can't be
+    written as GGUF.
 
-    values: what a Hugging Face config.json says of it.
+    values: of its Hugging Face config.json.
     """
     family = family_of(config)
     if family not in ARCHITECTURES:
@@ -137,7 +137,7 @@ def architecture_of(config: Any, values: dict[str, Any]) -> str:
 
 
 def _check_output(path: Path, overwrite: bool, source: Path) -> None:
-    """Raise UserError unless a file may be written there."""
+    """Raise UserError unless `path` may be written."""
     if path.suffix != ".gguf":
         raise UserError(f"--to gguf writes one file: give OUTPUT a name such as {path.name}.gguf")
     if path.is_symlink() or path.is_dir():
@@ -176,7 +176,8 @@ def _add_config(writer: "gguf.GGUFWriter", values: dict[str, Any], source: Model
 
 
 def _add_tokenizer(writer: "gguf.GGUFWriter", source: ModelSource) -> str:
-    """Add the tokenizer and the chat template; return why there is none, or nothing."""
+    """Add the tokenizer and the chat template. Return the reason if the tokenizer is omitted,
+    otherwise an empty string."""
     files, reason = source.sidecar_files, ""
     with tempfile.TemporaryDirectory() as directory:
         for name, data in files.items():
@@ -201,11 +202,11 @@ def _add_tokenizer(writer: "gguf.GGUFWriter", source: ModelSource) -> str:
 
 
 def _generation_ids(generation: dict, metadata: dict[str, Any]) -> dict[str, int]:
-    """Return the tokens that end and fill up what the model writes, by their keys."""
+    """Return the token ids that end or pad generated text, by their GGUF keys."""
     ends = generation.get("eos_token_id")
     ends = ends if isinstance(ends, list) else [ends]
     of_tokenizer = metadata.get("tokenizer.ggml.eos_token_id")
-    ends.sort(key=lambda token: token != of_tokenizer)  # in their order, but for this one
+    ends.sort(key=lambda token: token != of_tokenizer)  # the tokenizer's id first
     ids = dict(zip(("eos", "eot"), ends, strict=False))
     ids |= {"bos": generation.get("bos_token_id"), "padding": generation.get("pad_token_id")}
     return {
@@ -220,7 +221,7 @@ def _tensors(
     dtype: torch.dtype | None,
     progress: BytesWritten,
 ) -> dict[str, LazyTensor]:
-    """Return the tensors by their names in the file."""
+    """Return the tensors, by their names in the file."""
     name_of, tensors = gguf_name_of(architecture, source.config.layers), {}
     rope = values["rope_parameters"]
     if rope["rope_type"] == "llama3":
@@ -241,7 +242,7 @@ def _tensors(
 
 
 def _in_pairs(tensor: LazyTensor, size: int) -> LazyTensor:
-    """Return a tensor of which the rows of each head are in pairs: see `rows_in_pairs`."""
+    """Return a tensor with the rows of each head in pairs: see `rows_in_pairs`."""
 
     def fill(rows: torch.Tensor, start: int) -> None:
         stop = start + len(rows)
@@ -260,7 +261,7 @@ def _write(
     tensors: dict[str, LazyTensor],
     kind_of: dict[str, "gguf.GGMLQuantizationType"],
 ) -> None:
-    """Write the file."""
+    """Write the metadata and the tensors to a new file at `path`."""
     writer.write_header_to_file(path)
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -278,8 +279,8 @@ def _write(
 
 
 def _bytes_of(name: str, piece: torch.Tensor, kind: "gguf.GGMLQuantizationType") -> memoryview:
-    """Return what a file of this kind holds of rows of a tensor. UserError for a value that is too
-    large for it."""
+    """Return rows of a tensor as bytes in the format `kind`. Raises UserError for a value that is
+    too large for it."""
     most = {"Q8_0": 127, "F16": 1}.get(kind.name, math.inf) * torch.finfo(torch.float16).max
     if piece.numel() and (largest := piece.abs().max().item()) > most:
         raise UserError(f"{name} has the value {largest:g}, too large for {kind.name}")
@@ -292,7 +293,7 @@ def _bytes_of(name: str, piece: torch.Tensor, kind: "gguf.GGMLQuantizationType")
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
-    """Give the path of a new file. When the block ends well, it takes the place of `path`."""
+    """Yield the path of a new file, which replaces `path` if the block raises no error."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         directory = tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)

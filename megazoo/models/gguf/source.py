@@ -1,4 +1,4 @@
-"""A GGUF file, seen as the named global tensors of one of our models."""
+"""Read a GGUF file as the named global tensors of a megazoo model."""
 
 from functools import cached_property
 from pathlib import Path
@@ -30,15 +30,16 @@ from megazoo.tokenizer.gguf import has_vocabulary, tokenizer_files_of
 if TYPE_CHECKING:
     import gguf
 
-AT_ONCE = 1 << 22  # elements that are dequantised at a time
+AT_ONCE = 1 << 22  # number of elements that are dequantised together
 
 
 class GGUFModel(HuggingFaceDirectory):
-    """Reads boxes of global tensors from a GGUF file, whose blocks are dequantised to fp32 as they
-    are read.
+    """Read boxes of global tensors from a GGUF file. Quantised blocks are dequantised to fp32 when
+    they are read.
 
-    path: the file, or any one of a model in several. config: our family's. Raises UserError for
-    what is not supported, and for missing and unexpected tensors, with Hugging Face's names.
+    path: the file, or any file of a split model. config: the config of the megazoo family. Raises
+    UserError for a model that is not supported, and for missing or unexpected tensors, with their
+    Hugging Face names.
     """
 
     def __init__(self, path: str | Path):
@@ -85,7 +86,8 @@ class GGUFModel(HuggingFaceDirectory):
 
     @cached_property
     def _tensors(self) -> "dict[str, gguf.ReaderTensor]":
-        """The tensors by Hugging Face's names; those that the model has not, by their own."""
+        """The tensors by their Hugging Face names. Tensors that the model does not have keep their
+        GGUF names."""
         architecture = self._contents.metadata["general.architecture"]
         name_of = gguf_name_of(architecture, self.config.layers)
         theirs = [part for name in self.specs for part in hf_names(self.model, name).names]
@@ -112,8 +114,8 @@ class GGUFModel(HuggingFaceDirectory):
     def read_pieces(
         self, name: str, destination: torch.Tensor, spec: ParameterSpec, pieces: list[Piece]
     ) -> None:
-        """Fill pieces of `destination`, a few megabytes at a time: dequantised values are no view
-        of the file."""
+        """Fill pieces of `destination`, a few megabytes at a time, because dequantised values need
+        memory."""
         for piece in pieces:
             for box in in_parts(piece.box, AT_ONCE):
                 offset = tuple(place.start for place in piece.index(box))
@@ -121,7 +123,7 @@ class GGUFModel(HuggingFaceDirectory):
 
 
 class _GGUFTensors:
-    """The tensors of a GGUF file, with the calls of an open safetensors file."""
+    """The tensors of a GGUF file, with the interface of an open safetensors file."""
 
     def __init__(self, tensors: "dict[str, _Slice]"):
         self._tensors = tensors
@@ -134,7 +136,7 @@ class _GGUFTensors:
 
 
 class _Slice:
-    """One tensor of a GGUF file. size: the features of a head whose rows are in pairs, or 0."""
+    """One tensor of a GGUF file. size: features per head if its rows are in pairs, otherwise 0."""
 
     def __init__(self, tensor: "gguf.ReaderTensor", size: int):
         self.kind, self.size = tensor.tensor_type, size
@@ -158,7 +160,8 @@ class _Slice:
 
 
 def _read(data: np.ndarray, kind: "gguf.GGMLQuantizationType") -> torch.Tensor:
-    """Return the values of rows of bytes: as they are stored, or fp32 of blocks."""
+    """Return the values of rows of bytes: in the stored dtype, or fp32 if the rows are
+    quantised."""
     kinds, data = library().GGMLQuantizationType, np.ascontiguousarray(data).view(np.uint8)
     stored = {kinds.F32: torch.float32, kinds.F16: torch.float16, kinds.BF16: torch.bfloat16}
     if not data.size:

@@ -1,1 +1,1 @@
-"""Hugging Face's directories: the names of tensors, config.json, reading and writing."""
+"""Read and write Hugging Face model directories: names of tensors, config.json, weights."""

@@ -1,6 +1,7 @@
-"""Reads and writes the fields of Hugging Face's config.json.
+"""Read and write the fields of a Hugging Face config.json.
 
-A field is used, or refused by name, or known not to change the mathematics.
+Each field is used, or known not to affect the computation; any other field raises an error that
+names it.
 """
 
 import math
@@ -8,7 +9,7 @@ from typing import Any
 
 from megazoo.errors import UserError
 
-# Fields that say nothing of the mathematics: of all models, then of GPT-2, LLaMA, MPT and GPT-NeoX.
+# Fields that do not affect the computation: of all models, then of GPT-2, LLaMA, MPT and GPT-NeoX.
 HARMLESS = set(
     """
     model_type architectures auto_map transformers_version dtype torch_dtype use_cache return_dict
@@ -32,8 +33,8 @@ CLASSIFIER = "ForSequenceClassification"
 
 
 def head_to_hugging_face(config: Any, language_model: str) -> dict[str, Any]:
-    """Return the fields that name the architecture: the language model's, or the classifier's with
-    its labels."""
+    """Return the fields that name the architecture: a language model, or a classifier with its
+    labels."""
     if not config.num_labels:
         return {"architectures": [language_model]}
     labels = {str(label): f"LABEL_{label}" for label in range(config.num_labels)}
@@ -48,10 +49,11 @@ def head_to_hugging_face(config: Any, language_model: str) -> dict[str, Any]:
 
 
 class ConfigReader:
-    """Hands out the fields of a config.json one by one, and refuses those that nobody took.
+    """Return the fields of a config.json one by one, and raise an error for fields that were not
+    read.
 
-    values: what JSON gave; a field that is null is absent, and named in `nulls`. inside: how
-    messages call a nested config ("attn_config.").
+    values: the parsed JSON; a null field counts as absent, and its name is in `nulls`. inside: the
+    prefix of a nested config in error messages ("attn_config.").
     """
 
     def __init__(self, values: dict, inside: str = ""):
@@ -62,8 +64,8 @@ class ConfigReader:
         self.inside = inside
 
     def take(self, name: str, default: Any = None) -> Any:
-        """Return the field's value; the default if it is absent. UserError if it is not of the
-        default's type: an integer may stand for a float, but True is no number."""
+        """Return the value of a field, or the default if it is absent. Raises UserError if its type
+        is not the default's. An integer is accepted for a float; True is not a number."""
         value = self.values.pop(name, default)
         if default is None:
             return value
@@ -78,26 +80,26 @@ class ConfigReader:
         return value
 
     def nested(self, name: str) -> "ConfigReader":
-        """Return the reader of a config inside this one."""
+        """Return the reader of a nested config."""
         return ConfigReader(self.take(name, {}), f"{self.inside}{name}.")
 
     def only(self, name: str, *supported: Any) -> None:
-        """Take a field of which only some values are supported; the first is the default."""
+        """Read a field that must have one of the supported values; the first one is the default."""
         value = self.values.pop(name, supported[0])
         if value not in supported:
             there = " or ".join(map(repr, supported))
             raise UserError(f"{self.inside}{name} {value!r} is not supported: it must be {there}")
 
     def renamed(self, names: dict[str, str], defaults: type) -> dict[str, Any]:
-        """Return our names and values of fields that mean the same.
+        """Return fields under megazoo's names, for fields with the same meaning in both.
 
-        names: Hugging Face's to ours. defaults: the config's class.
+        names: megazoo's name by Hugging Face's name. defaults: class of the megazoo config.
         """
         return {ours: self.take(theirs, getattr(defaults, ours)) for theirs, ours in names.items()}
 
     def head(self) -> dict[str, Any]:
-        """Return the settings of the head: labels, if the architecture is a classifier of
-        sequences; nothing for a language model."""
+        """Return the settings of the head: labels if the architecture is a sequence classifier, an
+        empty dict for a language model."""
         architectures = self.values.get("architectures") or [""]
         if not isinstance(architectures, list) or not str(architectures[0]).endswith(CLASSIFIER):
             return {}
@@ -110,7 +112,7 @@ class ConfigReader:
         }
 
     def finish(self) -> None:
-        """Raise UserError for a field that nobody took, unless it is harmless."""
+        """Raise UserError for a field that was not read, unless it is harmless."""
         self.only("is_encoder_decoder", False)
         left = self.values.keys() - HARMLESS
         if left:

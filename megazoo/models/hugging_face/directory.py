@@ -1,4 +1,4 @@
-"""A Hugging Face model directory, seen as the named global tensors of one of our models."""
+"""Read a Hugging Face model directory as the named global tensors of a megazoo model."""
 
 import dataclasses
 import json
@@ -27,11 +27,11 @@ WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
 
 class HuggingFaceDirectory(ModelSource):
-    """Reads boxes of global tensors from safetensors or .bin files, with or without an index.
+    """Read boxes of global tensors from safetensors or .bin files, with or without an index.
 
-    path: the directory. config: our family's config; its head is tied only if the files' is.
-    Nothing but tensors is unpickled. Raises UserError for a model that is not supported, and for
-    missing and unexpected tensors, with their names.
+    path: the directory. config: the config of the megazoo family; its head is tied only if it is
+    tied in the files. Only tensors are unpickled. Raises UserError for a model that is not
+    supported, and for missing or unexpected tensors, with their names.
     """
 
     def __init__(self, path: str | Path, files: TensorFiles | None = None):
@@ -66,7 +66,7 @@ class HuggingFaceDirectory(ModelSource):
         file = self.path / GENERATION
         if file.is_file():
             return generation_config(file, read_bytes(file))
-        config = self._config_values()  # its ids may stand there instead
+        config = self._config_values()  # it may have the token ids instead
         return {name: config[name] for name in TOKEN_IDS if config.get(name) is not None}
 
     def _read_config(self) -> Any:
@@ -80,15 +80,15 @@ class HuggingFaceDirectory(ModelSource):
         return self.files.dtype([(self._file_of[part], part) for part in self._names[name].names])
 
     def file_sizes(self) -> dict[str, int]:
-        """Return the bytes of each file of weights."""
+        """Return the size of each weight file, in bytes."""
         files = sorted(set(self._file_of.values()))
         return {name: (self.files.directory / name).stat().st_size for name in files}
 
     def verify(self, progress: Callable[[int], object] = lambda _: None) -> None:
-        """Read every file; UserError names the first that can't be read. There are no checksums to
-        compare.
+        """Read every file. Raises UserError with the name of the first file that can't be read. The
+        format has no checksums to compare.
 
-        progress: is called with the number of bytes that were just read.
+        progress: called with the number of bytes read since the last call.
         """
         for name in self.file_sizes():
             for piece in pieces_of_file(self.files.directory / name):
@@ -153,11 +153,12 @@ class HuggingFaceDirectory(ModelSource):
         return file_of
 
     def _match_names(self) -> dict[str, HFNames]:
-        """Return the Hugging Face names of each tensor of ours; UserError for what is missing or
-        left over.
+        """Return the Hugging Face names of each megazoo tensor. Raises UserError for missing or
+        unexpected tensors.
 
-        A backbone is saved without the prefix. A tied head may be there, or the head instead of the
-        embedding; one that differs from the embedding makes the config untied, as in transformers.
+        The names in a backbone's files have no prefix. The files may also contain a tied head, or
+        the head instead of the embedding. If the head differs from the embedding, the config
+        becomes untied, as in transformers.
         """
         names, prefix = set(self._file_of), self.model.HUGGING_FACE.prefix
         bare = not any(name.startswith(prefix) for name in names)
@@ -186,8 +187,8 @@ class HuggingFaceDirectory(ModelSource):
         return matched
 
     def _check_complete(self, wanted: set[str], optional: set[str]) -> None:
-        """Raise UserError if a tensor is missing, or there is one that is neither wanted nor
-        optional, nor a buffer that older versions of transformers wrote."""
+        """Raise UserError if a tensor is missing, or if one is neither wanted, nor optional, nor a
+        buffer that older versions of transformers wrote."""
         names, legacy = set(self._file_of), self.model.HUGGING_FACE.legacy
         extra = {name for name in names - wanted - optional if not re.fullmatch(legacy, name)}
         problems = []
@@ -202,7 +203,7 @@ class HuggingFaceDirectory(ModelSource):
             )
 
     def _equal(self, *names: str) -> bool:
-        """Whether two of their tensors have the same values."""
+        """Return whether the given tensors have the same values."""
         whole = []
         for name in names:
             place = (self._file_of[name], name)
@@ -212,11 +213,12 @@ class HuggingFaceDirectory(ModelSource):
 
 
 def _shape_of(runs: list[Run], spec: ParameterSpec) -> tuple[int, ...]:
-    """Return the shape of the tensor that has just these rows of ours."""
+    """Return the shape of the Hugging Face tensor that has only these rows of the megazoo
+    tensor."""
     return (sum(run.count for run in runs), *spec.shape[1:])
 
 
 def some_of(names: set[str], shown: int = 5) -> str:
-    """Name a few of many."""
+    """Return a text with the first few of the names."""
     first = ", ".join(sorted(names)[:shown])
     return first if len(names) <= shown else f"{first} and {len(names) - shown} more"

@@ -1,4 +1,4 @@
-"""From any source of named tensors to a Hugging Face directory, one tensor at a time."""
+"""Convert any source of named tensors to a Hugging Face directory, one tensor at a time."""
 
 import math
 from collections.abc import Sequence
@@ -38,10 +38,11 @@ def write_hugging_face(
 ) -> None:
     """Write a complete Hugging Face model directory.
 
-    dtype: as stored, by default. max_shard_size: the largest file, in bytes or as "5GB".
-    UserError if transformers' model can't represent the config, with the field that it lacks.
+    dtype: of the weights; by default as stored. max_shard_size: maximum size of a file, in bytes or
+    as "5GB". Raises UserError, with the name of the field, if the transformers model can't
+    represent the config.
     """
-    parse_size(max_shard_size), hugging_face_config(source.config)  # raise before all else
+    parse_size(max_shard_size), hugging_face_config(source.config)  # raise before writing
     with new_directory(directory, overwrite, source.path) as staging:
         write_model(source, staging, dtype=dtype, max_shard_size=max_shard_size, progress=progress)
 
@@ -54,11 +55,11 @@ def write_model(
     max_shard_size: int | str = "5GB",
     progress: BytesWritten = lambda _: None,
 ) -> None:
-    """Write the files of a Hugging Face model into a directory that is there: see
+    """Write the files of a Hugging Face model into an existing directory: see
     `write_hugging_face`."""
     limit, config = parse_size(max_shard_size), hugging_face_config(source.config)
     tensors = hugging_face_tensors(source, dtype, progress)
-    # Without these, transformers assumes the ids of its own models.
+    # Without these, transformers assumes the default ids of its models.
     config = {name: source.generation.get(name) for name in TOKEN_IDS} | config
     config["dtype"] = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     write_json(directory / CONFIG, config)
@@ -69,8 +70,8 @@ def write_model(
 
 
 def hugging_face_config(config: Any) -> dict:
-    """Return what config.json says of a config of ours. UserError if transformers' model can't
-    represent it."""
+    """Return the values of config.json for a megazoo config. Raises UserError if the transformers
+    model can't represent it."""
     if not hasattr(config, "to_hugging_face"):
         raise UserError(
             f"{type(config).__name__} has no table of Hugging Face's names: "
@@ -80,7 +81,7 @@ def hugging_face_config(config: Any) -> dict:
 
 
 def parse_size(text: str | int) -> int:
-    """Return the bytes of "5GB", "200MB", "1GiB" or a number."""
+    """Return the number of bytes in "5GB", "200MB", "1GiB" or a number."""
     text = str(text)
     units = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
     units |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
@@ -98,7 +99,7 @@ def parse_size(text: str | int) -> int:
 def hugging_face_tensors(
     source: ModelSource, dtype: torch.dtype | None, progress: BytesWritten
 ) -> dict[str, LazyTensor]:
-    """Return Hugging Face's tensors by their names, to be read while they are written."""
+    """Return the Hugging Face tensors, by name. They are read while they are written."""
     tensors = {}
     for name, spec in source.specs.items():
         theirs, kind = hf_names(source.model, name), dtype or source.dtype_of(name)
@@ -118,7 +119,7 @@ def lazy_rows(
     dtype: torch.dtype,
     progress: BytesWritten = lambda _: None,
 ) -> LazyTensor:
-    """Return rows of one of our tensors as one of Hugging Face's."""
+    """Return rows of a megazoo tensor as a Hugging Face tensor."""
     shape = (sum(run.count for run in runs), *spec.shape[1:])
     others = [(0, size) for size in spec.shape[1:]]
 
@@ -145,7 +146,7 @@ def _lazy_columns(
     dtype: torch.dtype,
     progress: BytesWritten,
 ) -> LazyTensor:
-    """Return rows of one of our tensors as one of Hugging Face's that has them as columns."""
+    """Return rows of a megazoo tensor as a Hugging Face tensor that is transposed."""
 
     def fill(columns: torch.Tensor, start: int) -> None:
         box = ((run.ours, run.ours + run.count), (start, start + len(columns)))
@@ -156,7 +157,8 @@ def _lazy_columns(
 
 
 def _cut_into_files(tensors: dict[str, LazyTensor], limit: int) -> list[dict[str, LazyTensor]]:
-    """Share out the tensors to files of at most `limit` bytes, or of one tensor."""
+    """Distribute the tensors over files of at most `limit` bytes. A larger tensor gets a separate
+    file."""
     files, size = [{}], 0
     for name, tensor in tensors.items():
         if files[-1] and size + tensor.nbytes > limit:
@@ -168,7 +170,8 @@ def _cut_into_files(tensors: dict[str, LazyTensor], limit: int) -> list[dict[str
 
 
 def _write_weights(directory: Path, files: list[dict[str, LazyTensor]]) -> None:
-    """Write the weights, under the names that transformers expects; of several files an index."""
+    """Write the weights under the file names that transformers expects, with an index if there are
+    several files."""
     if len(files) == 1:
         write_safetensors(directory / "model.safetensors", files[0])
         return

@@ -1,4 +1,4 @@
-"""GPT-2 in Hugging Face's files: the names of its tensors, and the fields of its config.json."""
+"""GPT-2 in Hugging Face directories: names of tensors and fields of config.json."""
 
 from typing import Any
 
@@ -41,13 +41,13 @@ FIELDS = {
 
 
 def read_config(fields: ConfigReader, defaults: type) -> dict[str, Any]:
-    """Return the values of a GPT2Config. defaults: its class. UserError for what is not
-    supported."""
+    """Return the values of a GPT2Config. defaults: its class. Raises UserError for a field that is
+    not supported."""
     fields.only("add_cross_attention", False)
     return {**fields.renamed(FIELDS, defaults), **fields.head()}
 
 
 def write_config(config: Any) -> dict[str, Any]:
-    """Return what config.json says of a GPT2Config."""
+    """Return the values of config.json for a GPT2Config."""
     values = {theirs: getattr(config, ours) for theirs, ours in FIELDS.items()}
     return {**head_to_hugging_face(config, "GPT2LMHeadModel"), "model_type": "gpt2", **values}

@@ -1,5 +1,5 @@
-"""LLaMA in Hugging Face's files: the names of its tensors, and the fields of its config.json; and
-what the families have of it that are built on it."""
+"""LLaMA, and the families built on it, in Hugging Face directories: names of tensors and fields of
+config.json."""
 
 import dataclasses
 from typing import Any
@@ -48,8 +48,8 @@ FIELDS = {
 
 
 def read_config(fields: ConfigReader, config_class: type) -> dict[str, Any]:
-    """Return the values of a config of the LLaMA family. config_class: its class, whose defaults
-    are those of transformers. UserError for what is not supported."""
+    """Return the values of a config of the LLaMA family. config_class: its class, with the defaults
+    of transformers. Raises UserError for a field that is not supported."""
     fields.only("partial_rotary_factor", 1.0)
     theta, scaling = _read_rotary(fields, config_class.rope_theta)
     values = fields.renamed(_names_of(config_class), config_class)
@@ -62,7 +62,7 @@ def read_config(fields: ConfigReader, config_class: type) -> dict[str, Any]:
 
 
 def _read_rotary(fields: ConfigReader, default: float) -> tuple[float, dict | None]:
-    """Return the base of the rotary positions and how they are scaled, if they are."""
+    """Return the base of the rotary embeddings, and their scaling or None."""
     theta, rope = fields.take("rope_theta", default), fields.nested("rope_parameters")
     if "rope_scaling" in fields.values:  # the older form replaces the newer one
         rope = fields.nested("rope_scaling")
@@ -70,20 +70,20 @@ def _read_rotary(fields: ConfigReader, default: float) -> tuple[float, dict | No
     kind, theta = rope.take("rope_type", older_type), rope.take("rope_theta", float(theta))
     rope.only("partial_rotary_factor", 1.0)
     if kind != "default":
-        return theta, {"rope_type": kind, **rope.values}  # whose keys Rotary checks
+        return theta, {"rope_type": kind, **rope.values}  # Rotary checks the keys
     rope.finish()
     return theta, None
 
 
 def _names_of(config_class: type) -> dict[str, str]:
-    """Return the fields of Hugging Face's config that a class has, and their names in it."""
+    """Return the Hugging Face fields that a config class has, with their megazoo names."""
     has = {field.name for field in dataclasses.fields(config_class)}
     return {theirs: ours for theirs, ours in FIELDS.items() if ours in has}
 
 
 def write_config(config: Any, model_type: str) -> dict[str, Any]:
-    """Return the config.json of a config of the LLaMA family. model_type: of the model in
-    transformers."""
+    """Return the values of config.json for a config of the LLaMA family. model_type: its value in
+    config.json."""
     values = {theirs: getattr(config, ours) for theirs, ours in _names_of(type(config)).items()}
     values["head_dim"] = config.head_size or config.hidden_size // config.heads
     values["rms_norm_eps"] = float(config.norm_epsilon)

@@ -1,7 +1,7 @@
-"""MPT in Hugging Face's files: the names of its tensors, and the fields of its config.json.
+"""MPT in Hugging Face directories: names of tensors and fields of config.json.
 
-Both are llm-foundry's. Hugging Face's port has a part of the names, and ignores alibi, qk_ln,
-no_bias and more of the fields.
+Both are defined by llm-foundry. The port in transformers has only some of the names. It ignores
+alibi, qk_ln, no_bias and other fields.
 """
 
 from typing import Any
@@ -40,8 +40,8 @@ FIELDS = {
 
 
 def read_config(fields: ConfigReader, defaults: type) -> dict[str, Any]:
-    """Return the values of an MPTConfig, as llm-foundry means them. defaults: its class. UserError
-    for what is not supported."""
+    """Return the values of an MPTConfig, as llm-foundry defines them. defaults: its class. Raises
+    UserError for a field that is not supported."""
     for name in ("vocab_size", "max_seq_len", "d_model", "n_layers", "n_heads"):
         if name not in fields.values:
             raise UserError(f"the config has no {name}")
@@ -51,10 +51,10 @@ def read_config(fields: ConfigReader, defaults: type) -> dict[str, Any]:
     fields.only("embedding_fraction", 1.0)
     fields.only("final_logit_softcapping", None)
     fields.only("block_overrides", None)
-    fields.only("fuse_norm_attn_norm", False)  # with it the weights have other names
+    fields.only("fuse_norm_attn_norm", False)  # True changes the names of the weights
     fields.only("head_dim", hidden // max(heads, 1))
     bias = not fields.take("no_bias", True)
-    fields.only("attention_bias", bias)  # llm-foundry writes what it follows from
+    fields.only("attention_bias", bias)  # llm-foundry writes it, too
     older_epsilon = fields.take("layer_norm_epsilon", defaults.norm_epsilon)
     values["norm_epsilon"] = fields.take("norm_eps", older_epsilon)
     values["logit_scale"] = _read_logit_scale(fields, hidden)
@@ -83,7 +83,7 @@ def _check_feed_forward(fields: ConfigReader) -> None:
 
 
 def _read_attention(fields: ConfigReader, heads: int, bias: bool) -> dict[str, Any]:
-    """Return the values of an MPTConfig that stand in attn_config."""
+    """Return the values of an MPTConfig that are in attn_config."""
     fields.only("prefix_lm", False)
     fields.only("attn_uses_sequence_id", False)
     fields.only("rope", False)
@@ -94,7 +94,7 @@ def _read_attention(fields: ConfigReader, heads: int, bias: bool) -> dict[str, A
     fields.only("seq_parallel_world_size", 1)
     tuning = fields.nested("attn_temperature_tuning")
     tuning.only("attn_scale", 0.0)
-    tuning.take("floor_scale")  # without effect where the scale is 0
+    tuning.take("floor_scale")  # no effect, because the scale is 0
     tuning.finish()
     values = {
         "kv_heads": _read_kv_heads(fields, heads),
@@ -106,7 +106,7 @@ def _read_attention(fields: ConfigReader, heads: int, bias: bool) -> dict[str, A
         "attention_dropout": float(fields.take("attn_pdrop", 0.0)),
     }
     for name in ("rope_theta", "rope_impl", "rope_dail_config", "rope_hf_config"):
-        fields.take(name)  # of a rope that is off
+        fields.take(name)  # of rope, which is off
     fields.finish()
     return values
 
@@ -122,8 +122,8 @@ def _read_kv_heads(fields: ConfigReader, heads: int) -> int:
 
 
 def write_config(config: Any) -> dict[str, Any]:
-    """Return what config.json says of an MPTConfig. UserError for what Hugging Face's port does not
-    compute, whatever its config may say."""
+    """Return the values of config.json for an MPTConfig. Raises UserError for settings that the
+    port in transformers does not compute, even if its config has a field for them."""
     fixed = {
         "alibi": True,
         "alibi_bias_max": 8.0,

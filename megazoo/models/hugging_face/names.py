@@ -1,4 +1,4 @@
-"""Hugging Face's names of tensors, and the order of their rows."""
+"""Hugging Face names of tensors, and the order of their rows."""
 
 import re
 from typing import NamedTuple
@@ -7,8 +7,8 @@ from megazoo.parallel.shard import ParameterSpec, Shard
 
 
 class Run(NamedTuple):
-    """Rows that follow one another both in a tensor of theirs and in one of ours: how many, and the
-    first one in each."""
+    """A range of rows that is contiguous both in a Hugging Face tensor and in a megazoo tensor: the
+    first row in each, and the number of rows."""
 
     theirs: int
     ours: int
@@ -16,11 +16,11 @@ class Run(NamedTuple):
 
 
 class HFFiles(NamedTuple):
-    """The settings of a family for Hugging Face directories, besides the names of tensors.
+    """The settings of a family for Hugging Face directories, other than the names of tensors.
 
-    model_type: in config.json; None: the name that the family is registered by. prefix: of tensors,
-    which the files of a backbone leave out. legacy: a regular expression of tensors that may be
-    there besides, which older versions of transformers wrote.
+    model_type: its value in config.json; None: the name that the family is registered by. prefix:
+    of tensor names; the files of a backbone omit it. legacy: regular expression for additional
+    tensors that older versions of transformers wrote; they are ignored.
     """
 
     model_type: str | None = None
@@ -29,27 +29,27 @@ class HFFiles(NamedTuple):
 
 
 class HFNames:
-    """Hugging Face's names of what is one tensor of ours: parts that follow one another along its
-    rows.
+    """The Hugging Face tensors that make up one megazoo tensor, in the order of its rows.
 
-    transposed: theirs is [inputs, outputs], as GPT-2's Conv1D has it. grouped: of a projection to
-    queries, keys and values theirs is one tensor that has them group by group: the query heads that
-    share a key, the key's head and the value's. In GPT-NeoX each head is a group.
+    transposed: the Hugging Face tensor is [in_features, out_features], as in GPT-2's Conv1D.
+    grouped: the Hugging Face tensor of a query/key/value projection has its rows group by group:
+    the query heads that share a key head, that key head, and its value head. In GPT-NeoX each head
+    is a group.
     """
 
     def __init__(self, *names: str, transposed: bool = False, grouped: bool = False):
         self.names, self.transposed, self.grouped = names, transposed, grouped
 
     def renamed(self, *names: str) -> "HFNames":
-        """Return the same of tensors with other names."""
+        """Return a copy with other names."""
         return HFNames(*names, transposed=self.transposed, grouped=self.grouped)
 
     def parts(self, spec: ParameterSpec) -> list[tuple[str, list[Run]]]:
-        """Return their tensors, and which rows of ours each has. spec: of the tensor of ours, in
-        one process."""
+        """Return the name of each Hugging Face tensor, with the rows of the megazoo tensor that it
+        has. spec: of the unsharded megazoo tensor."""
         counts, parts, first = spec.shape[:1], [], 0
         if self.grouped or len(self.names) > 1:
-            assert spec.shard  # which has the parts
+            assert spec.shard  # it defines the parts
             if self.grouped:
                 return [(self.names[0], runs_of_groups(spec.shard))]
             counts = spec.shard.parts
@@ -60,8 +60,8 @@ class HFNames:
 
 
 def runs_of_groups(shard: Shard) -> list[Run]:
-    """Return where the rows of [q; k; v] stand in a tensor that has them group by group. shard: of
-    the projection in one process, whose units are the features of a group."""
+    """Return where a tensor with rows group by group has the rows of [q; k; v]. shard: of the
+    unsharded projection; its units are the features per group."""
     runs, theirs, ours = [], 0, [0, shard.parts[0], shard.parts[0] + shard.parts[1]]
     for _ in range(shard.parts[1] // shard.units[1]):
         for part, count in enumerate(shard.units):
@@ -72,10 +72,10 @@ def runs_of_groups(shard: Shard) -> list[Run]:
 
 
 def names_in(table: dict[str, HFNames], module: str) -> HFNames | None:
-    """Return Hugging Face's names of a module of ours, by the table in its model's file; None if it
+    """Return the Hugging Face names of a megazoo module from the table of its family, or None if it
     has none.
 
-    module: its global name, such as "layers.17.attention.qkv".
+    module: global name, such as "layers.17.attention.qkv".
     """
     layer = re.search(r"(?<=layers\.)\d+", module)
     theirs = table.get(re.sub(r"(?<=layers\.)\d+", "{}", module, count=1))
@@ -83,9 +83,9 @@ def names_in(table: dict[str, HFNames], module: str) -> HFNames | None:
 
 
 def hf_names(model: type, name: str) -> HFNames:
-    """Return Hugging Face's names of a global tensor of ours, by the table in the model's file.
+    """Return the Hugging Face names of a global megazoo tensor from the table of its family.
 
-    model: the family's class. name: such as "layers.17.attention.qkv.weight".
+    model: class of the family. name: such as "layers.17.attention.qkv.weight".
     """
     module, _, kind = name.rpartition(".")
     theirs = names_in(model.HUGGING_FACE_NAMES, module)

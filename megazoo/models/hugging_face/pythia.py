@@ -1,4 +1,4 @@
-"""GPT-NeoX in Hugging Face's files: the names of its tensors, and the fields of its config.json."""
+"""GPT-NeoX in Hugging Face directories: names of tensors and fields of config.json."""
 
 from typing import Any
 
@@ -43,11 +43,11 @@ FIELDS = {
 
 
 def read_config(fields: ConfigReader, defaults: type) -> dict[str, Any]:
-    """Return the values of a PythiaConfig. defaults: its class. UserError for what is not
-    supported."""
+    """Return the values of a PythiaConfig. defaults: its class. Raises UserError for a field that
+    is not supported."""
     values = fields.renamed(FIELDS, defaults)
     theta = fields.take("rotary_emb_base", defaults.rope_theta)
-    fraction = fields.take("rotary_pct", defaults.rotary_fraction)  # as older files call them
+    fraction = fields.take("rotary_pct", defaults.rotary_fraction)  # the names in older files
     fields.only("rope_scaling", None)
     rope = fields.nested("rope_parameters")
     rope.only("rope_type", "default")
@@ -58,7 +58,7 @@ def read_config(fields: ConfigReader, defaults: type) -> dict[str, Any]:
 
 
 def write_config(config: Any) -> dict[str, Any]:
-    """Return what config.json says of a PythiaConfig."""
+    """Return the values of config.json for a PythiaConfig."""
     values = {theirs: getattr(config, ours) for theirs, ours in FIELDS.items()}
     return {
         **head_to_hugging_face(config, "GPTNeoXForCausalLM"),

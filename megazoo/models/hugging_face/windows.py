@@ -1,4 +1,4 @@
-"""Windows of attention in config.json: which layers look at the last tokens alone, and how many."""
+"""Sliding windows in config.json: which layers have one, and its size."""
 
 from typing import Any
 
@@ -10,8 +10,8 @@ FULL, WINDOW = "full_attention", "sliding_attention"
 
 
 def read_window(fields: ConfigReader, default: int) -> int:
-    """Return the tokens of sliding_window, or 0, for all of them, where the file says null.
-    UserError for a window that has no place for the token itself."""
+    """Return sliding_window in tokens, or 0 (all tokens) if the file has null. Raises UserError for
+    a window below 1."""
     window = fields.take("sliding_window", default)
     if window < 1:
         raise UserError(
@@ -21,10 +21,10 @@ def read_window(fields: ConfigReader, default: int) -> int:
 
 
 def read_layer_types(fields: ConfigReader, layers: int) -> dict[str, Any]:
-    """Return `window` and `full_layers` of a config whose first layers see all and whose later ones
-    have a window, as Qwen's have. UserError for layers in another order.
+    """Return `window` and `full_layers` of a config, as in Qwen: the first layers attend to all
+    tokens, the later ones have a window. Raises UserError for another order of layers.
 
-    Where layer_types does not say which, those from max_window_layers on have it.
+    Without layer_types, the layers from max_window_layers on have the window.
     """
     window = 0
     if fields.take("use_sliding_window", False):
@@ -46,7 +46,7 @@ def read_layer_types(fields: ConfigReader, layers: int) -> dict[str, Any]:
 
 
 def write_layer_types(config: Any) -> dict[str, Any]:
-    """Return the fields of which `read_layer_types` makes a config's window."""
+    """Return the fields from which `read_layer_types` reads the window of a config."""
     full = max(0, min(config.full_layers, config.layers)) if config.window else config.layers
     return {
         "use_sliding_window": bool(config.window),
@@ -57,5 +57,5 @@ def write_layer_types(config: Any) -> dict[str, Any]:
 
 
 def layer_types(full: int, layers: int) -> list[str]:
-    """Return the types of all layers, of which the first `full` ones see all tokens."""
+    """Return the types of all layers. The first `full` layers attend to all tokens."""
     return [FULL] * full + [WINDOW] * (layers - full)

@@ -1,1 +1,1 @@
-"""Megatron-LM's checkpoints, read without Megatron-LM: of the formats torch_dist and torch."""
+"""Read Megatron-LM checkpoints in the formats torch_dist and torch, without Megatron-LM."""

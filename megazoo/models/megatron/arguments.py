@@ -1,7 +1,7 @@
-"""Megatron-LM's arguments, and the config of ours that they mean.
+"""Convert Megatron-LM's arguments to a megazoo config.
 
-An argument is used, or refused by name where it changes the mathematics; the others say how a model
-was trained.
+An argument that changes the computation is used, or raises an error that names it. The others
+describe the training.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ LLAMA3_SCALING = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-# Arguments of which only these values are supported; what is left out, or None, is the first.
+# The supported values of some arguments. An argument that is missing or None has the first value.
 SUPPORTED: dict[str, tuple] = {
     "num_experts": (None, 0),
     "num_moe_experts": (None, 0),
@@ -48,8 +48,8 @@ SUPPORTED: dict[str, tuple] = {
 
 
 def values_of(arguments: Any) -> dict:
-    """Return the arguments by their names, of what stands for the object that has them. UserError
-    if there are none."""
+    """Return the arguments, by name, from the placeholder of the object that has them. Raises
+    UserError if it has no arguments."""
     values = getattr(arguments, "state", arguments)
     if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
         raise UserError("it has no arguments (args), which would say what the model is")
@@ -57,13 +57,13 @@ def values_of(arguments: Any) -> dict:
 
 
 def adds_one_to_norms(values: dict) -> bool:
-    """Whether norms multiply by 1 more than their weights."""
+    """Return whether norms multiply by their weights + 1."""
     return any(values.get(name) for name in ("apply_layernorm_1p", "layernorm_zero_centered_gamma"))
 
 
 def config_of(values: dict, vocab_size: int) -> ModelConfig:
-    """Return the config of ours that Megatron's arguments mean. values: the arguments by their
-    names. UserError names an argument that is not supported, with its value."""
+    """Return the megazoo config for Megatron's arguments. values: the arguments, by name. Raises
+    UserError with the name and value of an argument that is not supported."""
     args = ConfigReader(values)
     for name, supported in SUPPORTED.items():
         args.only(name, *supported)
@@ -97,7 +97,7 @@ def _normalization(args: ConfigReader) -> str:
 
 
 def _positions(args: ConfigReader) -> str:
-    """Return the kind of positions, which older versions said by a flag."""
+    """Return the kind of positions. Older versions had a flag for it."""
     older = "rope" if args.take("use_rotary_position_embeddings", False) else "learned_absolute"
     return args.take("position_embedding_type", older)
 
@@ -128,7 +128,8 @@ def _pythia(args: ConfigReader, sizes: dict) -> tuple[str, dict]:
 
 
 def _llama(args: ConfigReader, sizes: dict) -> tuple[str, dict]:
-    """Return LLaMA, or the family that has what it lacks, and the fields of its config."""
+    """Return the fields of the config, and the family: LLaMA, or one with features that LLaMA
+    lacks."""
     args.only("rotary_percent", 1.0)
     values = {
         "kv_heads": _groups(args, sizes["heads"]),
@@ -154,7 +155,7 @@ def _llama(args: ConfigReader, sizes: dict) -> tuple[str, dict]:
 
 
 def _check_plain_attention(args: ConfigReader, sizes: dict) -> None:
-    """Refuse what the models with LayerNorm don't have here."""
+    """Raise UserError for settings that megazoo's models with LayerNorm don't support."""
     for name, only in (("add_bias_linear", True), ("qk_layernorm", False), ("window_size", None)):
         args.only(name, only)
     if (groups := _groups(args, sizes["heads"])) != sizes["heads"]:
@@ -164,7 +165,7 @@ def _check_plain_attention(args: ConfigReader, sizes: dict) -> None:
 
 
 def _gelu(args: ConfigReader) -> str:
-    """Return which GELU it is: the fused one, Megatron's default, is the approximation by tanh."""
+    """Return the kind of GELU. Megatron's default, the fused one, is the tanh approximation."""
     fused = args.take("bias_gelu_fusion", True)
     return "gelu_new" if args.take("openai_gelu", False) or fused else "gelu"
 
@@ -175,21 +176,21 @@ def _epsilon(args: ConfigReader) -> float:
 
 
 def _groups(args: ConfigReader, heads: int) -> int:
-    """Return the number of KV heads. Without the flag, what the arguments say of it doesn't
-    count."""
+    """Return the number of KV heads. Megatron ignores its argument unless grouped queries are
+    enabled."""
     groups = args.take("num_query_groups", heads)
     return groups if args.take("group_query_attention", True) else heads
 
 
 def _head_size(args: ConfigReader, sizes: dict) -> int:
-    """Return the features of a head; 0 for what follows from the sizes."""
+    """Return the head size; 0 if it follows from the other sizes."""
     size = args.take("kv_channels", 0)
     return 0 if size * sizes["heads"] == sizes["hidden_size"] else size
 
 
 def _window(args: ConfigReader) -> int:
-    """Return how many tokens a query looks at, itself included; 0: all before it. Megatron counts
-    those before it, and -1 is all of them."""
+    """Return the number of tokens that a query attends to, itself included; 0: all tokens before
+    it. Megatron does not count the query itself, and -1 means all."""
     window = args.take("window_size")
     if window is None:
         return 0
@@ -203,7 +204,7 @@ def _window(args: ConfigReader) -> int:
 
 
 def _rope_scaling(args: ConfigReader) -> dict | None:
-    """Return how rotary positions are scaled, in Hugging Face's words."""
+    """Return the scaling of the rotary embeddings, in Hugging Face's format."""
     interpolation = args.take("rotary_seq_len_interpolation_factor", 0.0)
     factor = args.take("rope_scaling_factor", 8.0)
     if not args.take("use_rope_scaling", False):

@@ -1,9 +1,10 @@
-"""Megatron-LM's format torch_dist: chunks of tensors, which carry the names of the whole ones.
+"""Read Megatron-LM's format torch_dist: chunks of tensors, stored under the names of the whole
+tensors.
 
 metadata.json    {"sharded_backend": "torch_dist", ...}
-common.pt        what all ranks have: the arguments, the iteration ...
-.metadata        the names, shapes and chunks of all tensors, and where each chunk lies
-__R_N.distcp     chunks, one after the other, as torch.save writes each
+common.pt        data common to all ranks: the arguments, the iteration ...
+.metadata        names and shapes of all tensors, and the location of each chunk
+__R_N.distcp     chunks, each written by torch.save, one after the other
 """
 
 import math
@@ -23,13 +24,13 @@ from megazoo.models.megatron.unpickling import StandIn, StoredTensor
 from megazoo.parallel.shard import Piece
 
 METADATA, COMMON, ABOUT = ".metadata", "common.pt", "metadata.json"
-# Names of homogeneous layers: one tensor has those of all layers, one after the other.
+# Names for homogeneous layers: one tensor has the weights of all layers, stacked.
 STACKED = re.compile(r"(.*\blayers)\.(?!\d)(.+)")
 
 
 def read_distributed(directory: Path) -> tuple[Any, dict[str, Whole]]:
-    """Return the arguments of a checkpoint in the format torch_dist, and its tensors by Megatron's
-    names, each layer's with its number. Only metadata is read. UserError for what is broken."""
+    """Return the arguments of a torch_dist checkpoint, and its tensors by Megatron's names with
+    layer numbers. Only metadata is read. Raises UserError for broken files."""
     file = directory / ABOUT
     about = json_object(file, read_bytes(file)) if file.is_file() else {}
     if (backend := about.get("sharded_backend", "torch_dist")) != "torch_dist":
@@ -75,7 +76,7 @@ def _tensors(directory: Path, metadata: StandIn) -> dict[str, Whole]:
 
 
 def _place_of(directory, key, info: dict, size: tuple, dtype: torch.dtype, sizes):
-    """Return what finds a chunk; UserError if its file can't hold it."""
+    """Return a function that locates a chunk. Raises UserError if its file can't contain it."""
     file, start, length = info["relative_path"], info["offset"], info["length"]
     path = directory / file
     if Path(file).name != file or file in ("", ".."):
@@ -92,7 +93,7 @@ def _place_of(directory, key, info: dict, size: tuple, dtype: torch.dtype, sizes
 
 
 def _stored(path: Path, key: str, start: int, length: int, size: tuple, dtype) -> StoredTensor:
-    """Return where a chunk lies that torch.save wrote to a part of a file."""
+    """Return the location of a chunk that torch.save wrote to a part of a file."""
     tensor = load_torch(path, start, length)
     if not isinstance(tensor, StoredTensor) or (tensor.shape, tensor.dtype) != (size, dtype):
         raise UserError(f"{path}: {key} is not what {METADATA} says", exit_code=1)
@@ -100,7 +101,7 @@ def _stored(path: Path, key: str, start: int, length: int, size: tuple, dtype) -
 
 
 def _layers(match: re.Match, chunks: list[Chunk]) -> dict[str, Whole]:
-    """Return the tensors of single layers, by their names, of chunks that may have several."""
+    """Return the tensors of single layers, by name, from chunks of stacked layers."""
     of_layer: dict[str, list[Chunk]] = {}
     for chunk in chunks:
         (first, last), *box = chunk.piece.box
@@ -113,7 +114,7 @@ def _layers(match: re.Match, chunks: list[Chunk]) -> dict[str, Whole]:
 
 
 def _row(stored, index: int) -> StoredTensor:
-    """Return one of the tensors that follow one another in a larger one."""
+    """Return one row of a stacked tensor."""
     start, (_, *shape), dtype = stored()
     row = torch.Size(shape).numel() * dtype.itemsize
     return StoredTensor(start + index * row, tuple(shape), dtype)

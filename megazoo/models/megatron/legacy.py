@@ -1,7 +1,7 @@
-"""Megatron-LM's older format torch: of each rank a file, which has its parts of the tensors.
+"""Read Megatron-LM's older format torch: one file per rank, with its shards of the tensors.
 
-mp_rank_TT/model_optim_rng.pt         of tensor-parallel rank TT
-mp_rank_TT_PPP/model_optim_rng.pt     and of pipeline stage PPP, where there are several
+mp_rank_TT/model_optim_rng.pt         tensor-parallel rank TT
+mp_rank_TT_PPP/model_optim_rng.pt     with several pipeline stages: of stage PPP
 """
 
 import re
@@ -24,14 +24,13 @@ GATED = re.compile(r".*linear_fc1\.(weight|bias)")
 
 
 def is_legacy(directory: Path) -> bool:
-    """Whether a directory is one iteration in this format."""
+    """Return whether a directory is one iteration in this format."""
     return any(directory.glob(f"mp_rank_*/{FILE}"))
 
 
 def read_legacy(directory: Path) -> tuple[Any, dict[str, Whole]]:
-    """Return the arguments of a checkpoint in the format torch, and its tensors by Megatron's
-    names, each layer's with its number in the whole model. No tensor is read. UserError for what is
-    missing or broken."""
+    """Return the arguments of a checkpoint in the format torch, and its tensors by Megatron's names
+    with global layer numbers. No tensor is read. Raises UserError for missing or broken files."""
     files = _files(directory)
     tp, pp = (max(ranks) + 1 for ranks in zip(*files, strict=True))
     if missing := set(product(range(tp), range(pp))) - files.keys():
@@ -40,7 +39,7 @@ def read_legacy(directory: Path) -> tuple[Any, dict[str, Whole]]:
     arguments = held[0, 0].get("args")
     values = arguments.state if isinstance(arguments, StandIn) else {}
     gated, parts, layers = bool((values or {}).get("swiglu")), {}, 0
-    for model in _models(files[0, 0], held[0, 0]):  # of interleaved stages, several
+    for model in _models(files[0, 0], held[0, 0]):  # several if stages are interleaved
         for stage in range(pp):
             of_stage: dict[str, list] = {}
             for rank in range(tp):
@@ -75,7 +74,7 @@ def _load(path: Path) -> dict:
 
 
 def _models(path: Path, held: dict) -> list[str]:
-    """Return the names of the parts of the model that a rank has, in the order of their layers."""
+    """Return the names of a rank's model chunks, in the order of their layers."""
     if "model" in held:
         return ["model"]
     names = [name for name in held if isinstance(name, str) and re.fullmatch(r"model\d+", name)]
@@ -86,7 +85,7 @@ def _models(path: Path, held: dict) -> list[str]:
 
 
 def _tensors(path: Path, held: dict, model: str) -> list[tuple[str, StoredTensor]]:
-    """Return a rank's tensors by their names; layers have the numbers of the stage."""
+    """Return a rank's tensors, by name. Layers are numbered within the stage."""
     values, tensors = held.get(model), []
     if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
         raise UserError(f"{path} has no tensors of {model}")
@@ -106,18 +105,18 @@ def _tensors(path: Path, held: dict, model: str) -> list[tuple[str, StoredTensor
 
 
 def _numbered(name: str, before: int) -> str:
-    """Give a layer of a stage its number in the model, of which `before` layers come first."""
+    """Return a name with the global layer number. before: number of layers in earlier stages."""
     return LAYER.sub(lambda at: f"layers.{before + int(at[1])}.", name)
 
 
 def _joined(name: str, parts: list[tuple[Path, StoredTensor]], gated: bool) -> Whole:
-    """Return the whole tensor that the ranks' parts make."""
+    """Return the whole tensor, made of the shards of all ranks."""
     dim = 0 if CUT_BY_ROWS.fullmatch(name) else 1 if CUT_BY_COLUMNS.fullmatch(name) else None
     if dim is None:
-        parts = parts[:1]  # all ranks have it
+        parts = parts[:1]  # replicated on all ranks
     halves = 2 if gated and GATED.fullmatch(name) else 1
     dim, chunks, start = dim or 0, [], 0
-    for half in range(halves):  # each rank has its part of the gate, then that of up
+    for half in range(halves):  # each rank has its shard of gate, then its shard of up
         for path, tensor in parts:
             if dim >= len(tensor.shape) or tensor.shape[dim] % halves:
                 raise UserError(f"{path}: {name} has shape {list(tensor.shape)}")

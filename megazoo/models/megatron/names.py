@@ -1,4 +1,4 @@
-"""Megatron-LM's names of tensors, and which of ours each is."""
+"""Megatron-LM's names for megazoo's tensors."""
 
 import re
 from collections.abc import Collection
@@ -6,7 +6,7 @@ from collections.abc import Collection
 from megazoo.models.hugging_face.names import HFNames
 
 LAYER = re.compile(r"\blayers\.(\d+)\.")
-# The first of several spellings is Transformer Engine's, or of newer versions.
+# The first of several spellings is from Transformer Engine or from newer versions.
 NAMES: dict[str, list[tuple[str, ...]]] = {
     "embedding": [("embedding.word_embeddings.{}",)],
     "position_embedding": [("embedding.position_embeddings.{}",)],
@@ -23,11 +23,11 @@ NAMES: dict[str, list[tuple[str, ...]]] = {
     "head": [("output_layer.{}",)],
 }
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
-# What is no weight: states of the optimizer, of random numbers, of Transformer Engine.
+# Tensors that are not weights: states of the optimizer, random generators, Transformer Engine.
 STATE = re.compile(
     r"optimizer\..*|chained_\d+\..*|rng_state.*|rerun_state.*|.*_extra_state.*|.*\.inv_freq"
 )
-# What models have that are none of ours, by what stands in their tensors' names.
+# Kinds of models that are not supported, by a pattern in the names of their tensors.
 NOT_OURS = {
     r"experts|router": "a mixture of experts",
     r"linear_q_(down|up)_proj|linear_kv_(down|up)_proj|kv_layernorm": "multi-latent attention",
@@ -39,23 +39,23 @@ NOT_OURS = {
 
 
 def bare_name(name: str) -> str:
-    """Return the name of a tensor without the names of what the model is wrapped in."""
+    """Return the name of a tensor without the prefixes of model wrappers."""
     return re.sub(r"^((model|module)\.)+", "", name)
 
 
 def is_state(name: str) -> bool:
-    """Whether a name is not that of a weight."""
+    """Return whether a name is a state, not a weight."""
     return bool(STATE.fullmatch(name))
 
 
 def kind_of(name: str) -> str | None:
-    """Return what a model is that has a tensor of this name, if it is none of ours."""
+    """Return the kind of an unsupported model that has a tensor of this name, or None."""
     return next((what for part, what in NOT_OURS.items() if re.search(part, name)), None)
 
 
 def their_names(name: str, there: Collection[str]) -> HFNames:
-    """Return Megatron's names of a global tensor of ours: of the spellings the one that is there,
-    or the last.
+    """Return Megatron's names for a global megazoo tensor: the spelling that is in `there`,
+    otherwise the last one.
 
     name: such as "layers.17.attention.qkv.weight". there: Megatron's names of all tensors.
     """

@@ -1,4 +1,4 @@
-"""A Megatron-LM checkpoint, seen as the named global tensors of one of our models."""
+"""Read a Megatron-LM checkpoint as the named global tensors of a megazoo model."""
 
 from collections.abc import Callable, Iterator
 from functools import cached_property, reduce
@@ -23,24 +23,24 @@ from megazoo.parallel.shard import Box, ParameterSpec, Piece, overlap, volume
 from megazoo.tokenizer import has_tokenizer, open_tokenizer
 
 TRACKER = "latest_checkpointed_iteration.txt"
-ROWS = 1 << 10  # of the vocabulary, which are compared at once
+ROWS = 1 << 10  # of the vocabulary that are compared together
 
 
 def is_megatron(directory: Path) -> bool:
-    """Whether a directory is a checkpoint of Megatron-LM: of one iteration, or of several."""
+    """Return whether a directory is a Megatron-LM checkpoint of one or more iterations."""
     return (directory / TRACKER).is_file() or is_iteration(directory)
 
 
 def is_iteration(directory: Path) -> bool:
-    """Whether a directory has one iteration's files."""
+    """Return whether a directory has the files of one iteration."""
     return (directory / METADATA).is_file() or is_legacy(directory)
 
 
 def find_iteration(path: Path, iteration: int | None = None) -> Path:
-    """Return the directory of an iteration, by default of the one that Megatron-LM wrote last.
-    UserError if there is none.
+    """Return the directory of an iteration, by default the last one that Megatron-LM wrote. Raises
+    UserError if it does not exist.
 
-    path: what `--save` of Megatron-LM named, or the directory of one iteration.
+    path: the `--save` directory of Megatron-LM, or the directory of one iteration.
     """
     if is_iteration(path):
         if iteration is not None:
@@ -66,13 +66,14 @@ def find_iteration(path: Path, iteration: int | None = None) -> Path:
 
 
 class MegatronCheckpoint(ModelSource):
-    """Reads boxes of global tensors from a checkpoint of Megatron-LM, whatever layout wrote it.
+    """Read boxes of global tensors from a Megatron-LM checkpoint of any layout.
 
-    path: the directory of one iteration, or the one above. iteration: which one; by default the
-    last. vocab_size: the true size of the vocabulary, which Megatron-LM pads; by default what the
-    arguments say, or the tokenizer beside the checkpoint, or the padded size, which is then told.
-    config: our family's config. Nothing is imported or called for a pickle. Raises UserError for a
-    model that is not supported, by the argument or the tensor, and for tensors that are missing.
+    path: the directory of one iteration, or its parent. iteration: by default the last one.
+    vocab_size: the true vocabulary size, without Megatron-LM's padding. Its default comes from the
+    arguments, otherwise from the tokenizer next to the checkpoint, otherwise it is the padded size,
+    with a warning. config: the config of the megazoo family. Pickles can't import or call anything.
+    Raises UserError for missing tensors, and for a model that is not supported, with the name of
+    the argument or tensor.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class MegatronCheckpoint(ModelSource):
 
     @property
     def _beside(self) -> Path:
-        """Where the tokenizer lies, if it is there: with the iteration, or above."""
+        """The directory where a tokenizer may be: the iteration's or its parent."""
         above = self.path.parent
         is_there = (above / TRACKER).is_file() and not has_tokenizer(self.path)
         return above if is_there else self.path
@@ -135,16 +136,16 @@ class MegatronCheckpoint(ModelSource):
         return dtype
 
     def file_sizes(self) -> dict[str, int]:
-        """Return the bytes of each file of weights."""
+        """Return the size of each weight file, in bytes."""
         parts = {part for name in self._names.values() for part in name.names}
         files = {chunk.path for part in parts for chunk in self._wholes[part].chunks}
         return {str(file.relative_to(self.path)): file.stat().st_size for file in sorted(files)}
 
     def verify(self, progress: Callable[[int], object] = lambda _: None) -> None:
-        """Read every file; UserError names the first that can't be read. There are no checksums to
-        compare.
+        """Read every file. Raises UserError with the name of the first file that can't be read. The
+        format has no checksums to compare.
 
-        progress: is called with the number of bytes that were just read.
+        progress: called with the number of bytes read since the last call.
         """
         for name in self.file_sizes():
             for piece in pieces_of_file(self.path / name):
@@ -166,8 +167,8 @@ class MegatronCheckpoint(ModelSource):
                         self.put(place[index], values.float() + 1 if is_norm else values)
 
     def _read(self, part: str, box: Box) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
-        """Yield the numbers of a box of one of their tensors, piece by piece: the place of each in
-        the box, and its values. UserError if the files don't have all of it."""
+        """Yield a box of a Megatron-LM tensor, piece by piece: the index of each piece in the box,
+        and its values. Raises UserError if the files don't have all of the box."""
         missing, place = volume(box), Piece(box, (0,) * len(box))
         for found, values in self._wholes[part].read(box):
             self.files.bytes_read += values.nbytes
@@ -195,7 +196,7 @@ class MegatronCheckpoint(ModelSource):
         return size
 
     def _check_complete(self) -> None:
-        """Raise UserError if a tensor is missing, or one is there that the model doesn't have."""
+        """Raise UserError if a tensor is missing or unexpected."""
         wanted = {part for theirs in self._names.values() for part in theirs.names}
         tied = {HEAD} if self.config.tie_embeddings else set()
         problems = []
@@ -223,7 +224,7 @@ class MegatronCheckpoint(ModelSource):
                     )
 
     def _check_tied(self) -> None:
-        """Raise UserError if the head, which is to be the embedding, is another matrix."""
+        """Raise UserError if the head differs from the embedding, to which it should be tied."""
         shape, columns = self.specs["embedding.weight"].shape, self.config.hidden_size
         for start in range(0, shape[0], ROWS):
             box = ((start, min(start + ROWS, shape[0])), (0, columns))

@@ -1,4 +1,4 @@
-"""What the files of a Megatron-LM checkpoint hold between them: whole tensors, in pieces."""
+"""Whole tensors of a Megatron-LM checkpoint, made of chunks in several files."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,15 +12,15 @@ from megazoo.models.megatron.torch_files import read_box
 from megazoo.models.megatron.unpickling import StoredTensor
 from megazoo.parallel.shard import Box, Piece, in_parts, overlap
 
-AT_ONCE = 1 << 18  # elements that are copied, where a file has them at an odd place
+AT_ONCE = 1 << 18  # number of elements copied together, if they are not aligned in the file
 
 
 @dataclass
 class Chunk:
-    """A box of a whole tensor that one tensor of a file holds.
+    """A box of a whole tensor, stored in one tensor of a file.
 
-    piece: the box, and where it starts in that tensor. dtype: of that tensor. stored: tells where
-    it lies; it may have to open the file.
+    piece: the box, and its start in the stored tensor. dtype: of the stored tensor. stored: returns
+    the location of the stored tensor; it may open the file.
     """
 
     piece: Piece
@@ -30,18 +30,18 @@ class Chunk:
 
 
 class Whole(NamedTuple):
-    """A tensor of Megatron-LM's, cut into chunks."""
+    """A tensor of Megatron-LM, split into chunks."""
 
     shape: tuple[int, ...]
     chunks: list[Chunk]
 
     @property
     def dtype(self) -> torch.dtype:
-        """What holds the numbers of all chunks."""
+        """The dtype that can represent the values of all chunks."""
         return reduce(torch.promote_types, (chunk.dtype for chunk in self.chunks))
 
     def read(self, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
-        """Yield the numbers of a box, as far as the chunks have them, in smaller boxes."""
+        """Yield smaller boxes with the values that the chunks have of a box."""
         for chunk in self.chunks:
             common = overlap(box, chunk.piece.box)
             for part in in_parts(common, AT_ONCE) if common else []:
@@ -50,12 +50,12 @@ class Whole(NamedTuple):
 
 
 def whole_of(chunks: list[Chunk]) -> Whole:
-    """Return the tensor that some chunks make: it ends where they do."""
+    """Return the tensor that is made of the chunks. The chunks define its shape."""
     ends = zip(*([stop for _, stop in chunk.piece.box] for chunk in chunks), strict=True)
     return Whole(tuple(map(max, ends)), chunks)
 
 
 def place_in(shape: tuple[int, ...], dim: int, start: int, stop: int) -> Box:
-    """Return the box of a tensor between two places along one dimension."""
+    """Return the box of a tensor from `start` to `stop` along one dimension."""
     whole = [(0, size) for size in shape]
     return (*whole[:dim], (start, stop), *whole[dim + 1 :])

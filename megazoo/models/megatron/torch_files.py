@@ -1,4 +1,5 @@
-"""Files that torch.save wrote, and parts of files: what they hold, and boxes of their tensors."""
+"""Read files, or parts of files, that torch.save wrote: their contents, and boxes of their
+tensors."""
 
 import io
 import mmap
@@ -15,21 +16,21 @@ from megazoo.files import regular_file
 from megazoo.models.megatron.unpickling import Storage, StoredTensor, unpickle
 from megazoo.parallel.shard import Box
 
-LARGEST_PICKLE = 1 << 28  # bytes; what lies in it takes a few hundred a tensor
+LARGEST_PICKLE = 1 << 28  # in bytes; a tensor needs a few hundred
 
 
 def load_pickle(path: Path) -> Any:
-    """Return what a file holds that pickle wrote, tensors not included; UserError if it can't be
-    read, or would call anything."""
+    """Return the contents of a pickle file without tensors. Raises UserError if it can't be read,
+    or would call anything."""
     with _readable(path), open(regular_file(path), "rb") as file:
         return unpickle(_limited(file.read(LARGEST_PICKLE + 1)), path)
 
 
 def load_torch(path: Path, start: int = 0, size: int | None = None) -> Any:
-    """Return what torch.save wrote to a file, with a StoredTensor for each tensor. UserError, which
-    names the file, if it can't be read, or would call anything.
+    """Return the contents of a file that torch.save wrote, with a StoredTensor for each tensor.
+    Raises UserError, with the name of the file, if it can't be read, or would call anything.
 
-    start, size: the bytes of the file that are meant, if torch.save wrote to a part of it.
+    start, size: range in bytes, if torch.save wrote to a part of the file.
     """
     with _readable(path), open(regular_file(path), "rb") as file:
         there = file.seek(0, io.SEEK_END)
@@ -61,8 +62,8 @@ def load_torch(path: Path, start: int = 0, size: int | None = None) -> Any:
 
 
 def read_box(path: Path, tensor: StoredTensor, box: Box) -> torch.Tensor:
-    """Return a box of a tensor, of which the file is mapped into memory; nothing is copied before
-    it is used, unless it lies where numbers of its dtype can't. UserError if the file has ended."""
+    """Return a box of a tensor as a view of the memory-mapped file. It is copied only if it is not
+    aligned for its dtype. Raises UserError if the file is too short."""
     bytes_each = tensor.dtype.itemsize
     inner, columns = (tensor.shape[1:], box[1:]) if len(box) > 1 else ((1,), ((0, 1),))
     (first, last), row = box[0], torch.Size(inner).numel() * bytes_each
@@ -83,7 +84,7 @@ def read_box(path: Path, tensor: StoredTensor, box: Box) -> torch.Tensor:
 
 
 class _Window(io.RawIOBase):
-    """A part of an open file, as a file of its own."""
+    """A part of an open file, as a separate file."""
 
     def __init__(self, file: io.BufferedReader, start: int, size: int):
         self.file, self.start, self.size, self.place = file, start, size, 0
@@ -118,13 +119,13 @@ def _limited(data: bytes) -> io.BytesIO:
 
 @contextmanager
 def _readable(path: Path):
-    """Turn what goes wrong with a file into a UserError that names it."""
+    """Convert errors in reading a file to a UserError with the name of the file."""
     try:
         yield
     except UserError:
         raise
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}") from error
-    except Exception as error:  # pickle and zipfile have types of their own for a broken file
+    except Exception as error:  # pickle and zipfile have custom errors for broken files
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise UserError(f"{path} can't be read: {lines[0]}") from error

@@ -1,8 +1,8 @@
-"""Pickles of Megatron-LM and of torch.distributed.checkpoint, of which nothing is called.
+"""Read pickles of Megatron-LM and torch.distributed.checkpoint without calling anything.
 
-What is needed of them are containers, numbers, texts and where tensors lie. Of other classes there
-are stand-ins that keep what the pickle says of an object; nothing is imported for them. A pickle
-that names anything else, which could be called, is refused.
+Only containers, numbers, strings and the locations of tensors are needed. Objects of other known
+classes become placeholders that keep the pickled state; nothing is imported for them. A pickle that
+names anything else, which could be called, raises an error.
 """
 
 import pickle
@@ -16,10 +16,10 @@ import torch
 from megazoo.errors import UserError
 
 CONTAINERS = (dict, frozenset, list, set, tuple)
-BUILTINS = ("builtins", "__builtin__")  # as Python 3 calls them, and as older pickles do
+BUILTINS = ("builtins", "__builtin__")  # the names in Python 3 and in older pickles
 PLAIN = {(module, kind.__name__): kind for kind in CONTAINERS for module in BUILTINS}
 PLAIN |= {("collections", "OrderedDict"): OrderedDict, ("torch", "Size"): tuple}
-# Packages and modules whose objects may be there, and get stand-ins.
+# Packages and modules whose objects may occur, and become placeholders.
 STOOD_FOR = (
     """
     megatron transformer_engine apex numpy argparse datetime enum functools pathlib signal types
@@ -27,7 +27,7 @@ STOOD_FOR = (
     torch.nn.init torch._C._nn
     """
 ).split()
-# And single names of others.
+# Single names from other modules, for the same purpose.
 STOOD_FOR_NAMES = {
     *((module, name) for module in BUILTINS for name in ("bytearray", "bytes", "complex")),
     ("torch", "device"),
@@ -50,8 +50,8 @@ STORAGES = {
 
 
 class StandIn:
-    """Stands for an object of a class that is not imported. state: what the pickle says of it; None
-    if it says nothing."""
+    """A placeholder for an object of a class that is not imported. state: the pickled state, or
+    None."""
 
     def __new__(cls, *_, **__):
         made = super().__new__(cls)
@@ -64,7 +64,7 @@ class StandIn:
     def __setstate__(self, state):
         self.state = state
 
-    def __setitem__(self, _key, _value):  # of a class that is a container, too
+    def __setitem__(self, _key, _value):  # for classes that are containers
         pass
 
     def append(self, _: Any) -> None:
@@ -75,8 +75,8 @@ class StandIn:
 
 
 class Storage(NamedTuple):
-    """The elements of a tensor, or of several, in a file: where the first one lies, and how many
-    there are."""
+    """The elements of one or more tensors in a file: the byte offset of the first element, and
+    their number."""
 
     start: int
     dtype: torch.dtype
@@ -84,8 +84,8 @@ class Storage(NamedTuple):
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a file, of which nothing has been read: where its first element lies. The others
-    follow it, row by row."""
+    """A tensor in a file that has not been read: the byte offset of its first element. The others
+    follow in row-major order."""
 
     start: int
     shape: tuple[int, ...]
@@ -95,10 +95,11 @@ class StoredTensor(NamedTuple):
 def unpickle(
     file: IO[bytes], path: Path, storage: Callable[[str, torch.dtype, int], Storage] | None = None
 ) -> Any:
-    """Return what a pickle holds, with a StoredTensor for each tensor. UserError, naming the path,
-    if it would call anything.
+    """Return the contents of a pickle, with a StoredTensor for each tensor. Raises UserError, with
+    the path, if it would call anything.
 
-    storage: finds the elements of tensors, by their name, dtype and number; None: there are none.
+    storage: returns the Storage for a name, a dtype and a number of elements; None: tensors raise
+    an error.
     """
     return _Unpickler(file, path, storage).load()
 
@@ -123,7 +124,7 @@ class _Unpickler(pickle.Unpickler):
             return getattr(torch, name)
         if module == "torch._utils" and name in self.REBUILD:
             function = getattr(self, self.REBUILD[name])
-            # new for each pickle, which can give it attributes, as it can any object
+            # new for each pickle, because a pickle can set attributes of any object
             return lambda *given: function(*given)
         if (module, name) in STOOD_FOR_NAMES or any(
             module == known or module.startswith(f"{known}.") for known in STOOD_FOR
@@ -134,18 +135,18 @@ class _Unpickler(pickle.Unpickler):
         )
 
     def persistent_load(self, reference):
-        """Return where the elements of a tensor lie."""
+        """Return the location of the elements of a tensor."""
         kind, dtype, name, _device, count = reference
         if kind != "storage" or not isinstance(dtype, torch.dtype) or self.storage is None:
             raise ValueError("it refers to what is not in it")
         return self.storage(name, dtype, count)
 
     def tensor(self, storage: Storage, offset: int, shape, strides, *_):
-        """Stand for torch's function that makes a tensor of a storage."""
+        """Replace torch's function that makes a tensor from a storage."""
         shape, expected = tuple(shape), 1
         for size, stride in zip(reversed(shape), reversed(strides), strict=True):
             if size > 1 and stride != expected:
-                return StandIn()  # its rows don't follow one another: none of a model's weights
+                return StandIn()  # not contiguous, so not a weight of a model
             expected *= size
         if min(offset, *shape, 0) < 0 or offset + expected > storage.count:
             raise ValueError("a tensor reaches beyond its elements")
@@ -153,11 +154,10 @@ class _Unpickler(pickle.Unpickler):
         return StoredTensor(start, shape, storage.dtype)
 
     def tensor_of_bytes(self, storage: Storage, offset, shape, strides, grad, hooks, dtype, *_):
-        """Stand for torch's function that makes a tensor of a dtype that has no storage of its
-        own."""
+        """Replace torch's function that makes a tensor of a dtype without a storage class."""
         count = storage.count // dtype.itemsize
         return self.tensor(Storage(storage.start, dtype, count), offset, shape, strides)
 
     def parameter(self, tensor, *_):
-        """Stand for torch's function that makes a parameter of a tensor."""
+        """Replace torch's function that makes a parameter from a tensor."""
         return tensor

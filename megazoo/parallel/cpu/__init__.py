@@ -1,1 +1,1 @@
-"""What only CPU ranks of one host need."""
+"""Code for CPU ranks on one host."""

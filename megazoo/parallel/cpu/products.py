@@ -1,4 +1,4 @@
-"""How a CPU multiplies: in which dtype, and by which library."""
+"""Choose the dtype and the library of matrix products on CPUs."""
 
 import functools
 import time
@@ -10,32 +10,32 @@ import torch.nn.functional as F
 
 from megazoo.torch_internals import linear_by_onednn
 
-WIDENED_ROWS = 128  # the fewest that are widened: see product_dtype
-FEW_ROWS = 32  # the most for which another library is taken: see linear_for
-FEWEST_WEIGHTS = 1 << 16  # of such a matrix; smaller ones are read from a cache in no time
-FEATURES, PAIRS = 512, 5  # of what is timed: some twenty milliseconds in all
-OUTPUTS = 8192  # of a matrix that a core's own cache does not keep, as a model's are not kept
-MARGIN = 1.25  # by which the other way must be faster, so that a near tie falls the same each time
+WIDENED_ROWS = 128  # the minimum for products in fp32: see product_dtype
+FEW_ROWS = 32  # the maximum for which another library is used: see linear_for
+FEWEST_WEIGHTS = 1 << 16  # of such a matrix; a smaller one fits into a cache
+FEATURES, PAIRS = 512, 5  # of the measurement, which takes about 20 ms
+OUTPUTS = 8192  # of a matrix that does not fit into a core's cache, like those of a model
+MARGIN = 1.25  # the factor by which the other must be faster, so that near ties end the same
 
 
 class Verdicts(NamedTuple):
-    """What is faster on a CPU.
+    """The faster methods on a CPU.
 
-    widened: products of bfloat16 are made in fp32. by_onednn: products of few rows in fp32 are made
-    by oneDNN, not by the BLAS library (MKL), which runs them on one core.
+    widened: compute products of bfloat16 in fp32. by_onednn: compute products of few rows in fp32
+    with oneDNN instead of the BLAS library (MKL), which runs them on one core.
     """
 
     widened: bool
     by_onednn: bool
 
 
-_agreed: Verdicts | None = None  # what `follow` was told
+_agreed: Verdicts | None = None  # set by `follow`
 
 
 def linear_for(x: torch.Tensor, weight: torch.Tensor) -> Callable[..., torch.Tensor]:
-    """Return the function f(x, weight, bias) that multiplies x by a weight: F.linear, or oneDNN's,
-    which sums in another order, where a few rows in fp32 are multiplied in inference mode, as
-    generation does, on a CPU where that is faster.
+    """Return the function f(x, weight, bias) that multiplies x by a weight. It is F.linear, or
+    oneDNN's function if that is faster on this CPU, for few rows in fp32 in inference mode
+    (generation). oneDNN sums in another order.
     """
     few = (
         not torch.compiler.is_compiling()
@@ -50,11 +50,11 @@ def linear_for(x: torch.Tensor, weight: torch.Tensor) -> Callable[..., torch.Ten
 
 
 def product_dtype(x: torch.Tensor) -> torch.dtype:
-    """Return the dtype in which to multiply x, [..., features], by a matrix: its own, except for
-    bfloat16 on a CPU that is faster in fp32, the conversions included.
+    """Return the dtype in which to multiply x, [..., features], by a matrix: the dtype of x, or
+    fp32 for bfloat16 on a CPU where fp32 is faster, including the conversions.
 
-    fp32 sums as exactly. With few rows, as in generation, the weights would take longer to widen
-    than to multiply.
+    The sums are equally accurate in fp32. With few rows, as in generation, converting the weights
+    would take longer than multiplying by them.
     """
     if x.dtype != torch.bfloat16 or x.device.type != "cpu" or torch.compiler.is_compiling():
         return x.dtype
@@ -63,16 +63,16 @@ def product_dtype(x: torch.Tensor) -> torch.dtype:
 
 
 def verdicts() -> Verdicts:
-    """Return what is faster here: as `follow` was told, or by a measurement, one in the life of a
-    process."""
+    """Return the faster methods: those that `follow` set, otherwise the result of a measurement,
+    which runs once per process."""
     return _measured() if _agreed is None else _agreed
 
 
 def follow(agreed: Verdicts | None) -> None:
-    """Make these verdicts this process's; None leaves them to a measurement.
+    """Set the methods of this process. None: measure them.
 
-    All ranks of a world follow rank 0: if they rounded their products differently, what several
-    ranks compute alike, such as norms, would drift apart.
+    All ranks of a world use the methods of rank 0. If ranks rounded their products differently,
+    values that are replicated on several ranks, such as norms, would diverge.
     """
     global _agreed
     _agreed = agreed
@@ -80,7 +80,7 @@ def follow(agreed: Verdicts | None) -> None:
 
 @functools.cache
 def _measured() -> Verdicts:
-    """Time both ways of each product, with the threads of this process."""
+    """Measure both methods of each product, with the threads of this process."""
     x, weight = (
         torch.ones(rows, FEATURES, dtype=torch.bfloat16) for rows in (WIDENED_ROWS, FEATURES)
     )
@@ -97,9 +97,9 @@ def _measured() -> Verdicts:
 
 
 def _is_faster(other: Callable, usual: Callable) -> bool:
-    """Time two functions in turn, and say whether the first one is faster, by MARGIN.
+    """Time two functions alternately, and return whether the first one is faster by MARGIN.
 
-    The shortest times are compared: other processes can only make them longer.
+    It compares the shortest times, because other processes can only increase them.
     """
 
     def seconds(function: Callable) -> float:

@@ -1,8 +1,8 @@
-"""Traffic of CPU tensors between the ranks of one host, through shared memory instead of gloo's
+"""Exchange CPU tensors between the ranks of one host through shared memory instead of gloo's
 sockets.
 
-A rank copies what others are to have into a slot, then says so by a flag; who needs it waits for
-the flag. Flags only grow, and each is written by one rank.
+A rank copies data for others into a slot, then raises a flag. The receivers wait for the flag.
+Flags only increase, and each flag is written by one rank.
 """
 
 import mmap
@@ -19,18 +19,19 @@ import torch.distributed as dist
 from megazoo.torch_internals import timeout_of
 
 SLOT_BYTES = 1 << 22
-LOST = "connection closed by peer"  # begins what is raised where a rank can't be waited for
-# two lines of the cache for each flag, so that those who wait don't slow down those who write
+LOST = "connection closed by peer"  # start of the error message if a rank is lost
+# two cache lines per flag, so that waiting ranks don't slow down writing ranks
 FLAG_BYTES = 128
 OPERATIONS = {dist.ReduceOp.SUM: torch.add, dist.ReduceOp.MAX: torch.maximum}
-# dtypes that OPERATIONS combine as gloo does
+# dtypes for which OPERATIONS give the same results as gloo
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class _Shared:
-    """Memory that the ranks of a group share: flags and slots, as many as `counts` says.
+    """Memory that the ranks of a group share: flags and slots. `counts` returns their numbers.
 
-    memory: of `nbytes` bytes. pids: the processes that share it, in the order of the group's ranks.
+    memory: mapping of `nbytes` bytes. pids: the processes that share it, in the order of the
+    group's ranks.
     """
 
     def __init__(self, memory: mmap.mmap, pids: list[int], rank: int, timeout: timedelta):
@@ -45,16 +46,16 @@ class _Shared:
 
     @staticmethod
     def counts(size: int) -> tuple[int, int]:
-        """Return how many flags and slots a group of `size` ranks has.
+        """Return the numbers of flags and slots of a group of `size` ranks.
 
-        They may be many: memory that no one has written to takes no room.
+        They may be large, because memory that was never written is not allocated.
         """
         raise NotImplementedError
 
     @classmethod
     def nbytes(cls, size: int) -> int:
-        """Count the bytes that a group of `size` ranks shares. One more flag tells that a rank has
-        given up."""
+        """Return the number of bytes that a group of `size` ranks shares. It includes one more
+        flag, which is raised if a rank has given up."""
         flags, slots = cls.counts(size)
         return (flags + 1) * FLAG_BYTES + slots * SLOT_BYTES
 
@@ -67,7 +68,7 @@ class _Shared:
         began, looks = time.monotonic(), 0
         while self._flags[flag] < number:
             looks += 1
-            if looks > 1000:  # it is busy with something else: leave it the core
+            if looks > 1000:  # the other rank is busy: give it the core
                 time.sleep(1e-4)
                 if looks % 100 == 0:
                     self._check(rank, time.monotonic() - began)
@@ -75,8 +76,8 @@ class _Shared:
                 os.sched_yield()
 
     def _check(self, rank: int, waited: float) -> None:
-        """Raise RuntimeError, as gloo does, if the rank has died, one has given up, or it was
-        waited for too long."""
+        """Raise RuntimeError, as gloo does, if the rank has died, if any rank has given up, or
+        after the timeout."""
         if self._flags[-1]:
             raise RuntimeError(f"{LOST}: a rank has given up")
         if not _lives(self.pids[rank]):
@@ -88,23 +89,23 @@ class _Shared:
 
 
 class Reducer(_Shared):
-    """All-reduces, all-gathers and reduce-scatters. Each rank fills a slot of its own, and reads
-    all ranks' in their order: a sum is the same to the bit on all, in every run, and at two ranks
-    that of gloo."""
+    """All-reduces, all-gathers and reduce-scatters. Each rank fills its slot, and reads the slots
+    of all ranks in rank order. Sums are therefore bitwise equal on all ranks and in every run. With
+    two ranks they equal those of gloo."""
 
     def __init__(self, *args):
         super().__init__(*args)
-        self._number = 0  # of the last piece
+        self._number = 0  # number of the last piece
 
     @staticmethod
     def counts(size: int) -> tuple[int, int]:
-        return size, 2 * size  # two slots for each: one can be filled while others still read
+        return size, 2 * size  # two slots per rank: one can be filled while others read the other
 
     def all_reduce(
         self, tensor: torch.Tensor, out: torch.Tensor, op: dist.ReduceOp = dist.ReduceOp.SUM
     ) -> None:
-        """Reduce `tensor` over the ranks into `out`, which may be the same; both contiguous. Long
-        ones in pieces."""
+        """Reduce `tensor` over the ranks into `out`, which may be the same tensor. Both are
+        contiguous. Long tensors are reduced in pieces."""
         length = SLOT_BYTES // tensor.element_size()
         for piece, result in zip(
             tensor.view(-1).split(length), out.view(-1).split(length), strict=True
@@ -112,22 +113,22 @@ class Reducer(_Shared):
             _combine(self._exchange(piece), result, op)
 
     def all_gather(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
-        """Copy every rank's `tensor` to out[rank], on all ranks; both contiguous."""
+        """Copy every rank's `tensor` to out[rank], on all ranks. Both are contiguous."""
         length = SLOT_BYTES // tensor.element_size()
         results = out.view(len(self.pids), -1).split(length, dim=1)
         for piece, result in zip(tensor.view(-1).split(length), results, strict=True):
             result.copy_(self._exchange(piece))
 
     def reduce_scatter(self, parts: torch.Tensor, out: torch.Tensor) -> None:
-        """Put the sum of all ranks' parts[rank], for this rank, into its `out`; both contiguous."""
+        """Sum parts[rank] of all ranks into `out`, for this rank. Both are contiguous."""
         length = SLOT_BYTES // parts.element_size() // len(self.pids)
         pieces = parts.view(len(self.pids), -1).split(length, dim=1)
         for piece, result in zip(pieces, out.view(-1).split(length), strict=True):
             _combine(self._exchange(piece)[:, self.rank], result, dist.ReduceOp.SUM)
 
     def _exchange(self, piece: torch.Tensor) -> torch.Tensor:
-        """Every rank's piece, [ranks, *shape], to be read before the next call; it must fit into a
-        slot."""
+        """Return every rank's piece, [ranks, *shape], valid until the next call. A piece must fit
+        into a slot."""
         self._number += 1
         slots = (
             self._slots[self._number % 2 :: 2, : piece.nbytes]
@@ -136,7 +137,7 @@ class Reducer(_Shared):
         )
         slots[self.rank].copy_(piece)
         self._flags[self.rank] = self._number
-        # one that comes here again has read all slots of the time before
+        # a rank that comes here again has read all slots of the previous call
         for rank in range(len(self.pids)):
             self._wait(rank, self._number, rank)
         return slots
@@ -151,33 +152,33 @@ def _combine(parts: torch.Tensor, out: torch.Tensor, op: dist.ReduceOp) -> None:
 
 
 class Mailboxes(_Shared):
-    """Messages of up to SLOT_BYTES from rank to rank, some under way from each to each."""
+    """Point-to-point messages of up to SLOT_BYTES. Several can be in flight between each pair of
+    ranks."""
 
     def __init__(self, *args):
         super().__init__(*args)
         self._each = self.slots_each(len(self.pids))
-        # how many messages so far, to and from each rank
+        # numbers of messages so far, to and from each rank
         self._sent, self._expected = [0] * len(self.pids), [0] * len(self.pids)
 
     @staticmethod
     def slots_each(size: int) -> int:
-        """Return how many slots a rank has for each other rank.
+        """Return the number of slots that a rank has for each other rank.
 
-        A sender waits for an empty one; with too few, ranks would wait for each other. These are
-        enough for the interleaved schedule where the micro-batches don't divide into groups of
-        `size`, which needs the most.
+        A sender waits for an empty slot. With too few slots, ranks would deadlock. The interleaved
+        schedule needs the most, if the number of micro-batches is not a multiple of `size`; this
+        number is enough for it.
         """
         return max(3, size // 2 + 1)
 
     @staticmethod
     def counts(size: int) -> tuple[int, int]:
         slots = size * size * Mailboxes.slots_each(size)
-        # flags: the number of the message put there, then those of the one taken
+        # flags: per slot, the number of the last message written, then of the last one read
         return 2 * slots, slots
 
     def send(self, tensor: torch.Tensor, target: int) -> None:
-        """Copy the tensor into a slot for the target; wait for an empty one, which the target makes
-        by taking what lies there."""
+        """Copy the tensor into a slot for the target. Wait until the target has emptied a slot."""
         self._sent[target] = number = self._sent[target] + 1
         slot = self._slot(self.rank, target, number)
         self._wait(len(self._slots) + slot, number - self._each, target)
@@ -185,13 +186,13 @@ class Mailboxes(_Shared):
         self._flags[slot] = number
 
     def receive(self, buffer: torch.Tensor, source: int) -> "Message":
-        """Return the source's next message, of the buffer's shape and dtype: after its `wait()` it
-        is in the buffer."""
+        """Return the next message from the source. It has the shape and dtype of the buffer, and is
+        in the buffer after its `wait()`."""
         self._expected[source] = number = self._expected[source] + 1
         return Message(self, buffer, source, number)
 
     def take(self, buffer: torch.Tensor, source: int, number: int) -> None:
-        """Wait for the source's message of that number, and copy it."""
+        """Wait for message `number` of the source, and copy it to the buffer."""
         slot = self._slot(source, self.rank, number)
         self._wait(slot, number, source)
         buffer.copy_(self._view(slot, buffer))
@@ -205,7 +206,7 @@ class Mailboxes(_Shared):
 
 
 class Message:
-    """A message that will come; it is waited for as a work of torch.distributed is."""
+    """A message to be received, with a `wait()` as in torch.distributed's Work."""
 
     def __init__(self, boxes: Mailboxes, buffer: torch.Tensor, source: int, number: int):
         self.boxes, self.arguments = boxes, (buffer, source, number)
@@ -219,9 +220,9 @@ _opened: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict]" = weakref.WeakKeyD
 
 
 def shared_by(group: dist.ProcessGroup, kind: type[Kind]) -> Kind | None:
-    """Return a group's Reducer or Mailboxes; None if its ranks can't share memory.
+    """Return the Reducer or Mailboxes of a group, or None if its ranks can't share memory.
 
-    It is made when all ranks of the group ask for it for the first time.
+    The first call creates it; all ranks of the group must make this call.
     """
     kinds = _opened.setdefault(group, {})
     if kind not in kinds:
@@ -230,15 +231,15 @@ def shared_by(group: dist.ProcessGroup, kind: type[Kind]) -> Kind | None:
 
 
 def give_up(group: dist.ProcessGroup) -> None:
-    """End all waits for shared memory of a group's ranks."""
+    """End all waits of a group's ranks for shared memory."""
     for shared in _opened.get(group, {}).values():
         if shared:
             shared.give_up()
 
 
 def _open(group: dist.ProcessGroup, kind: type[Kind]) -> Kind | None:
-    """Open memory that all ranks of the group share; all of them call this, and get None if one
-    can't. No file has a name, so none is left behind."""
+    """Open memory that all ranks of the group share. All ranks must call it, and all get None if
+    one fails. The files have no names, so none remain after the process."""
     rank, size = group.rank(), group.size()
     length = kind.nbytes(size)
     file = _new_file(length) if rank == 0 and _host() else -1
@@ -250,7 +251,7 @@ def _open(group: dist.ProcessGroup, kind: type[Kind]) -> Kind | None:
         try:
             with open(f"/proc/{pids[0]}/fd/{files[0]}", "r+b", buffering=0) as opened:
                 memory = mmap.mmap(opened.fileno(), length)
-        except OSError:  # of another user, or in a sandbox
+        except OSError:  # a process of another user, or a sandbox
             pass
     dist.all_gather_object(told, memory is not None, group=group)
     if file >= 0:
@@ -261,9 +262,9 @@ def _open(group: dist.ProcessGroup, kind: type[Kind]) -> Kind | None:
 
 
 def _new_file(length: int) -> int:
-    """Return the descriptor of an unnamed file in memory, or -1 where a sandbox allows none.
+    """Return the descriptor of an unnamed file in memory, or -1 if a sandbox forbids it.
 
-    It raises nothing: the other ranks wait to be told.
+    It raises no error, because the other ranks wait for its result.
     """
     file = -1
     try:
@@ -277,7 +278,7 @@ def _new_file(length: int) -> int:
 
 
 def _lives(pid: int) -> bool:
-    """Say whether a process of this host is there, and no zombie."""
+    """Return whether a process of this host exists and is not a zombie."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] not in "ZX"
@@ -286,9 +287,10 @@ def _lives(pid: int) -> bool:
 
 
 def _host() -> tuple | None:
-    """Return what is equal for processes that can share memory.
+    """Return a key that is equal for processes that can share memory.
 
-    None where they can't: not on Linux, or where a core may see another's stores out of order.
+    None if they can't: on systems other than Linux, or if a core may see another core's stores out
+    of order.
     """
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return None
