@@ -175,7 +175,7 @@ class RowParallelLinear(_ParallelLinear):
         if unit and any(shard.replicated(self.ctx.tp_size)):
             raise UserError(
                 f"{in_features} inputs in units of {unit} can't be split over tp "
-                f"{self.ctx.tp_size}: use a tp of at most {in_features // unit}"
+                f"{self.ctx.tp_size}: use tp of at most {in_features // unit}"
             )
         self.sizes = shard.sizes_of_ranks(self.ctx.tp_size)
         if self.ctx.sequence_parallel and not input_is_parallel:

@@ -243,14 +243,14 @@ def test_it_is_planned():
         assert told.layout["folded"] == {"toy": 2}
         assert told.model_flops_per_token == alone.model_flops_per_token
     uneven = {"dp": 4, "folded": {"toy": 4}}
-    with pytest.raises(UserError, match="cut evenly over toy 4"):
+    with pytest.raises(UserError, match="split evenly over toy 4"):
         plan(config(matrices=6), uneven)
 
 
 def test_what_can_not_be_cut_or_trained_is_refused():
     for matrices, size in ((5, 2), (2, 4)):
         ctx = ParallelContext.virtual(dp=4, folded={"toy": size})
-        with pytest.raises(UserError, match=f"cut evenly over toy {size}"):
+        with pytest.raises(UserError, match=f"split evenly over toy {size}"):
             FAMILIES["toy"].on_meta(config(matrices=matrices), ctx)
     ctx = ParallelContext.virtual(dp=2, folded={"toy": 2})
     model = FAMILIES["toy"].on_meta(config(), ctx)
@@ -258,5 +258,5 @@ def test_what_can_not_be_cut_or_trained_is_refused():
     layer = model.layers["0"].stack
     layer.multiplied = ("matrix",)
     layer.add_parameter("matrix", ParameterSpec((4, 3), shards))
-    with pytest.raises(UserError, match=r"can't train layers.0.stack.matrix: .* cut over toy"):
+    with pytest.raises(UserError, match=r"can't train layers.0.stack.matrix: .* over toy"):
         Muon(model)

@@ -216,7 +216,7 @@ REFUSED = {
     "a window of text": ({**MISTRAL, "sliding_window": "4"}, "sliding_window is '4'"),
     "an odd part of a head": ({**PYTHIA, "rotary_pct": 0.13}, "turns 1 of a head's 8 features"),
     "too little of a head": ({**PYTHIA, "rotary_pct": 0.1}, "turns 0 of a head's 8 features"),
-    "an odd head": ({**QWEN3, "head_dim": 7}, "an even size, not 7"),
+    "an odd head": ({**QWEN3, "head_dim": 7}, "an even head size, got 7"),
     "more than a head": ({**PYTHIA, "rotary_pct": 1.5}, "rotary_fraction 1.5 must be"),
     "none of a head": ({**PYTHIA, "rotary_pct": 0.0}, "rotary_fraction 0.0 must be"),
     "another rotary": (

@@ -400,7 +400,7 @@ def test_flags_of_another_target_are_refused(small, tmp_path):
     for flags, message in (
         (["--to", "hf", "--quantize", "q8_0"], "--quantize belongs to --to gguf: omit it with"),
         (["--to", "gguf", "--tp", "2"], "--tp belongs to --to shards: omit it with --to gguf"),
-        (["--to", "gguf", "--quantize", "q8_0", "--dtype", "float32"], "give one"),
+        (["--to", "gguf", "--quantize", "q8_0", "--dtype", "float32"], "use only one"),
     ):
         with pytest.raises(UserError, match=message):
             convert.main([str(small), str(tmp_path / "out.gguf"), *flags])

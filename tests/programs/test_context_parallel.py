@@ -110,7 +110,7 @@ def test_python_starts_the_ranks_of_cp_and_says_the_layout(tmp_path):
     assert "starting 2 ranks here, as torchrun --nproc-per-node 2 pretrain_gpt.py" in done.stdout
     assert "on 2 x cpu: tp 1 x pp 1 x cp 2 x dp 1\n" in done.stdout
     assert "(tp 1 x pp 1 x cp 2; loads in any layout)" in done.stdout
-    assert re.search(r"go on +\S*python pretrain_gpt.py .*--cp 2", done.stdout)
+    assert re.search(r"resume +\S*python pretrain_gpt.py .*--cp 2", done.stdout)
 
 
 def test_the_method_is_that_of_the_flag(ranks):

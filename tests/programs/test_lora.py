@@ -79,7 +79,7 @@ def test_a_base_from_the_seed_needs_no_directory(tmp_path, capsys):
     pretrain.main(words)
     out = capsys.readouterr().out
     assert "  generate" not in out
-    (line,) = re.findall(r"^  go on +(.*)$", out, re.MULTILINE)
+    (line,) = re.findall(r"^  resume +(.*)$", out, re.MULTILINE)
     words = shlex.split(line)[2:]
     assert "--lora-load" in words
     pretrain.main(words)

@@ -170,7 +170,7 @@ def test_the_line_that_goes_on_goes_on(tmp_path, capsys):
     words = [*kept, "--load", str(weights), "--load-weights-only", "--steps=2"]
     for steps in (4, 8):
         pretrain.main(words)
-        (line,) = re.findall(r"^  go on +(.*)$", capsys.readouterr().out, re.MULTILINE)
+        (line,) = re.findall(r"^  resume +(.*)$", capsys.readouterr().out, re.MULTILINE)
         words = shlex.split(line)[2:]
         more = ["--no-load-weights-only", "--load", str(saved), "--steps", str(steps)]
         assert words == [*kept, *more]
@@ -199,7 +199,7 @@ def test_epochs_are_counted_in_samples_and_a_test_ends_them(ranks, tmp_path, cap
         r"training loss \d\.\d{4}, validation loss \d\.\d{4}, test loss \d\.\d{4} nats per token",
         out,
     )
-    assert re.search(r"go on .*--epochs 6$", out, re.MULTILINE)
+    assert re.search(r"resume .*--epochs 6$", out, re.MULTILINE)
     assert "--epochs 3 " not in out
     with pytest.raises(
         megazoo.UserError, match=f"--epochs 3, {-(-3 * samples // 8)} steps, leaves nothing to do"
@@ -229,7 +229,7 @@ def test_a_checkpoint_of_another_shape_is_refused(tmp_path, capsys, monkeypatch)
     capsys.readouterr()
     for words, message in {
         "--layers 6": f"layers is 6, but 5 in the checkpoint {tmp_path}/step_00000002",
-        "--steps 2": f"--load {tmp_path} is already at step 2: --steps 2 leaves nothing to do",
+        "--steps 2": f"--load {tmp_path} is already at step 2: --steps 2 leaves nothing to do; use more",
     }.items():
         words = ["--model", "gpt2", "--load", tmp_path, *words.split()]
         code, _, error = run_main(pretrain, monkeypatch, capsys, *words)

@@ -198,7 +198,7 @@ def test_a_changed_token_is_named(data, tmp_path, checked):
     assert code == 1
     changed = "tokens_text_document.bin (data) has as many bytes, but other contents"
     assert out.splitlines() == [changed], "the .idx is as it was"
-    assert "1 of the files" in error
+    assert "1 input files of the run have changed" in error
 
 
 def test_steps_are_compared():
@@ -217,7 +217,7 @@ def test_steps_are_compared():
         assert (is_same, line.startswith(told)) == (False, True), line
     now = [Step(1, 5.0, 2.0 * (1 + 5e-5)), *then[1:]]
     line, is_same = check_run.compared(then, now, 1e-5)
-    assert (is_same, "gradient norm 5.0e-05 (step 1) apart" in line) == (True, True), line
+    assert (is_same, "gradient norm 5.0e-05 (step 1)" in line) == (True, True), line
     assert check_run.compared(then, now[:2], 1e-5) == ("2 steps instead of 3", False)
 
 
@@ -385,7 +385,7 @@ def test_weights_and_adapters_that_have_moved(data, tmp_path, checked):
     pretrain.main(list(map(str, words)))
     base.rename(tmp_path / "base2")
     error = checked(record)[2]
-    assert "no directory" in error
+    assert "which is not a directory: pass their new location with --load" in error
     assert "with --load" in error
     lora.rename(tmp_path / "lora2")
     assert "with --lora-load" in checked(record, "--load", tmp_path / "base2")[2]
@@ -431,11 +431,11 @@ FORGED = {
     "ranks of a wrong type": (lambda v: v["settings"].update(tp="two"), "tp"),
     "a checksum of a wrong kind": (lambda v: v["files"][0].update(sha256="x"), "sha256"),
     "a list in place of it all": (lambda v: v.update(config=[]), "config"),
-    "more ranks than there are": (lambda v: v["settings"].update(tp=4096), "takes 4,096 ranks"),
-    "more replicas": (lambda v: v.update(dp=2**20), "takes 2,097,152 ranks"),
+    "more ranks than there are": (lambda v: v["settings"].update(tp=4096), "has 4,096 ranks"),
+    "more replicas": (lambda v: v.update(dp=2**20), "has 2,097,152 ranks"),
     "ranks below 1": (lambda v: v["settings"].update(pp=-1), "pp -1 must be at least 1"),
     "steps from nowhere": (lambda v: v.update(first_step=10**9), "settings lacks load"),
-    "weights that are a device": (lambda v: v["settings"].update(load="/dev/zero"), "no directory"),
+    "weights that are a device": (lambda v: v["settings"].update(load="/dev/zero"), "not a directory"),
     "a tokenizer that is one": (
         lambda v: v["settings"].update(tokenizer="/dev/zero"), "unknown tokenizer"
     ),

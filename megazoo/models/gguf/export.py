@@ -146,7 +146,7 @@ def _check_output(path: Path, overwrite: bool, source: Path) -> None:
         raise UserError(f"{path} is the name of one of several files: choose another name")
     inputs = [source.with_name(name).resolve() for name in names_of_parts(source)]
     if path.resolve() in inputs:
-        raise UserError(f"{path} is the input, too: choose another name")
+        raise UserError(f"{path} is also the input: choose another name")
     if path.exists() and not overwrite:
         raise UserError(f"{path} exists: choose another name, or --overwrite")
     if path.exists() and not is_gguf(path):

@@ -36,7 +36,7 @@ WRONG = [
     ({"model": ["gpt2"]}, "unknown model family"),
     ({"model_type": ["gpt2"]}, "model_type is a list: it must be a string"),
     ({"model_type": "mpt", "expansion_ratio": math.inf}, "expansion_ratio is inf"),
-    ({"model_type": "llama", "rope_parameters": {"rope_theta": 0.0}}, "must be above 1, not 0.0"),
+    ({"model_type": "llama", "rope_parameters": {"rope_theta": 0.0}}, "must be above 1, got 0.0"),
     (
         {"model_type": "llama", "rope_scaling": {"rope_type": "linear", "factor": -2.0}},
         "factor of rotary positions must be a number above 0, got -2.0",
