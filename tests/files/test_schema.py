@@ -267,7 +267,10 @@ TRAINER = {
         settings(metrics="/tmp/x"),
         "settings has metrics, which a checkpoint must not contain",
     ),
-    "save": (settings(save="/tmp/x", keep_last=1), "settings has (save|keep_last), which a checkpoint must not contain"),
+    "save": (
+        settings(save="/tmp/x", keep_last=1),
+        "settings has (save|keep_last), which a checkpoint must not contain",
+    ),
     "import": (settings(**{"import": "x.py"}), "settings has import, which a checkpoint must not"),
     "config": (
         settings(config="x.toml"),

@@ -264,7 +264,11 @@ def test_the_program_tells_mistakes_in_one_line(language_models, tmp_path, monke
         (["--num-labels", 2], 2, f"data stdlib: {needs}"),
         (["--num-labels", 0, "--data", rows], 2, "num-labels 0 must be at least 1"),
         (classifier, 2, "data stdlib: a classifier of 3 labels needs JSONL"),
-        ([*classifier, "--num-labels", 2, "--data", rows], 2, "a classifier of 3 labels, not 2"),
+        (
+            [*classifier, "--num-labels", 2, "--data", rows],
+            2,
+            "is a classifier with 3 labels, not 2",
+        ),
         (["--num-labels", 2, "--data", bad], 1, "line 2: label 7 is not a whole number from 0"),
     ]:
         told = run_main(pretrain, monkeypatch, capsys, *sizes, *arguments)
