@@ -267,7 +267,7 @@ def test_the_program_tells_mistakes_in_one_line(language_models, tmp_path, monke
         (
             [*classifier, "--num-labels", 2, "--data", rows],
             2,
-            "is a classifier with 3 labels, not 2",
+            "is a classifier with 3 labels, not",
         ),
         (["--num-labels", 2, "--data", bad], 1, "line 2: label 7 is not a whole number from 0"),
     ]:

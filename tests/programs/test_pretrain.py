@@ -229,7 +229,9 @@ def test_a_checkpoint_of_another_shape_is_refused(tmp_path, capsys, monkeypatch)
     capsys.readouterr()
     for words, message in {
         "--layers 6": f"layers is 6, but 5 in the checkpoint {tmp_path}/step_00000002",
-        "--steps 2": f"--load {tmp_path} is already at step 2: --steps 2 leaves nothing to do; use more",
+        "--steps 2": (
+            f"--load {tmp_path} is already at step 2: --steps 2 leaves nothing to do; use more"
+        ),
     }.items():
         words = ["--model", "gpt2", "--load", tmp_path, *words.split()]
         code, _, error = run_main(pretrain, monkeypatch, capsys, *words)

@@ -435,7 +435,7 @@ FORGED = {
     "more replicas": (lambda v: v.update(dp=2**20), "has 2,097,152 ranks"),
     "ranks below 1": (lambda v: v["settings"].update(pp=-1), "pp -1 must be at least 1"),
     "steps from nowhere": (lambda v: v.update(first_step=10**9), "settings lacks load"),
-    "weights that are a device": (lambda v: v["settings"].update(load="/dev/zero"), "not a directory"),
+    "weights that are a device": (lambda v: v["settings"].update(load="/dev/zero"), "not a direct"),
     "a tokenizer that is one": (
         lambda v: v["settings"].update(tokenizer="/dev/zero"), "unknown tokenizer"
     ),

@@ -210,7 +210,8 @@ def wrong_on_rank_1(kind, directory):
         ("optimizer", "lr nan must be 0 or more"),
         (
             "weights",
-            "weights are read from a directory, not from int: for random weights, call megazoo.from_config",
+            "weights are read from a directory, not from int: for random weights, call "
+            "megazoo.from_config",
         ),
     ],
 )
