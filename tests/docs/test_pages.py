@@ -47,6 +47,7 @@ FOREIGN = {
     "--train-iters",
     "--use-flash-attn",
     "--nodes",
+    "--time",
     "--ntasks-per-node",
     "--gpus-per-node",
     "--requeue",
