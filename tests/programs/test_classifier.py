@@ -1,6 +1,8 @@
 """Classifiers trained by the program: the losses and predictions of transformers and torch, what
 evaluate.py writes, and what is exported."""
 
+import re
+
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
@@ -190,5 +192,5 @@ def test_flags_that_say_nothing_of_a_classifier_are_refused(tmp_path):
     pretrain.prepare(words)
     for flag in ("packing", "separate-documents"):
         told = f"{flag} cannot be used with a classifier (each row is one text): remove it"
-        with pytest.raises(megazoo.UserError, match=f"^{told}$"):
+        with pytest.raises(megazoo.UserError, match=f"^{re.escape(told)}$"):
             pretrain.prepare([*words, f"--{flag}"])

@@ -168,7 +168,7 @@ WRONG = [
     ("--prompts /nowhere".split(), "/nowhere can't be read: No such file"),
     ("--prompt a --output /nowhere/a.jsonl".split(), "--output /nowhere/a.jsonl: No such file"),
     ("--prompt a --messages b".split(), "--prompt and --messages exclude each other"),
-    ("--prompt a --tp 3".split(), "heads 4 can't be sharded over tp 3"),
+    ("--prompt a --tp 3".split(), "heads 8 with kv-heads 2 can't be sharded over tp 3"),
     ("--prompt a --tokenizer /nowhere".split(), "/nowhere"),
     ("--prompt a --num-return-sequences 2".split(), "num-return-sequences 2 needs --temperature,"),
     ("--prompt a --top-p 2".split(), "top_p 2.0 is out of range"),

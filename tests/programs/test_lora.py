@@ -165,8 +165,8 @@ def test_a_restart_goes_on(files, tmp_path, monkeypatch):
 
 REFUSED = {
     "--lora-alpha 4": "lora-alpha needs adapters: use --lora-rank R for new ones, or",
-    "--lora-targets q --load {base}": "lora-targets without adapters",
-    "--lora-rslora": "lora-rslora without adapters",
+    "--lora-targets q --load {base}": "lora-targets needs adapters",
+    "--lora-rslora": "lora-rslora needs adapters",
     "--lora-rank 0 --lora-alpha 3": "lora-alpha needs adapters: use --lora-rank R for new ones",
     "--lora-load {file}": "--lora-load: {file} is not a directory",
     "--lora-rank 2 --lora-targets qq": "the target 'qq' is not a linear layer of the model; did",
