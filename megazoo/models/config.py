@@ -17,10 +17,24 @@ class ModelConfig:
 
     A family's Config inherits from it. It may redeclare a field to give it a default, and add
     fields.
+
+    Args:
+        vocab_size: number of tokens.
+        max_positions: length of the longest sequence, in tokens: see `Model.longest_sequence`.
+        hidden_size: features of a token.
+        layers: number of layers.
+        heads: number of attention heads of a layer.
+        num_labels: 0: a language model; above 0: a sequence classifier, as in transformers.
+        problem_type: the kind of labels, as in transformers.
+        pad_token_id: the token that pads the rows of a classifier, as in transformers.
+
+    Example:
+        config = megazoo.models.find_config("gpt2-tiny")
+        config.hidden_size  # 128
     """
 
     vocab_size: int
-    max_positions: int  # length of the longest sequence, in tokens: see `Model.longest_sequence`
+    max_positions: int
     hidden_size: int
     layers: int
     heads: int
@@ -30,7 +44,6 @@ class ModelConfig:
     head_size = 0
     ffn_size = 0
     tie_embeddings = False
-    # above 0: a sequence classifier; this and the next two have the meaning of transformers
     num_labels: int = 0
     problem_type: str | None = None
     pad_token_id: int | None = None

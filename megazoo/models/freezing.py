@@ -101,7 +101,11 @@ class Freezing(nn.Module):
         return whole
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Free all gradients, or zero them in place."""
+        """Free all gradients, or zero them in place.
+
+        Args:
+            set_to_none: True: free them; False: zero them in place.
+        """
         super().zero_grad(set_to_none)
         self.engine.forget_gradients()
 
