@@ -41,7 +41,7 @@ def json_object(path: Path, data: bytes) -> dict:
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} can't be read: {error}") from error
     if not isinstance(value, dict):
-        raise UserError(f"{path} does not hold a JSON object, but {brief(value)}")
+        raise UserError(f"{path} holds {brief(value)}, but must hold a JSON object")
     return value
 
 
@@ -140,7 +140,9 @@ def _rule(reason: str, kind: Any) -> str:
     """Return the expectation of msgspec in words: "it must be an int of at least 1"."""
     if reason.startswith("Invalid enum value"):
         choices = [choice for choice in _choices(kind) if choice is not None]
-        return f"there are {', '.join(map(str, choices))}" if choices else "there is no such value"
+        if not choices:
+            return "this value is not supported"
+        return f"use one of {', '.join(map(str, choices))}"
     expected = re.match(r"Expected `([^`]*)`(.*?)(, got .*)?$", reason)
     if not expected:
         return reason.lower() if reason[:1].isupper() else reason
@@ -172,7 +174,9 @@ def open_own(path: Path, *, create: bool = True, truncate: bool = False) -> Bina
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EMLINK):  # on Linux and on BSD
             raise UserError(
-                f"{path} is a link, and another file would be overwritten: remove it", exit_code=1
+                f"{path} is a symbolic link, and writing to it would overwrite another file: "
+                "remove the link",
+                exit_code=1,
             ) from error
         if error.errno in (errno.EISDIR, errno.ENXIO):  # a directory, or a socket
             raise UserError(f"{path} is not a file: remove it", exit_code=1) from error

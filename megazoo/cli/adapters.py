@@ -124,7 +124,7 @@ def open_named_base(
         is_there = named_directory(path).exists()  # also a GGUF file
     except OSError as error:  # for example, the name is too long
         raise UserError(
-            f"the base of {adapters.path}, {brief(str(path))}: {error.strerror}"
+            f"the base of {adapters.path} can't be read from {brief(str(path))}: {error.strerror}"
         ) from error
     if not is_there:
         raise UserError(f"the base of {adapters.path} is not found at {path}: pass {otherwise}")
@@ -151,7 +151,7 @@ def open_with_base(
 def _check_flags(flags: LoRAOptions, adapters: SavedAdapters | None) -> None:
     """Raise UserError for flags of adapters without adapters, or that contradict the checkpoint."""
     for name, value in flags.given.items():
-        flag = flag_of(name).removeprefix("--")
+        flag = flag_of(name)
         if adapters:
             saved = getattr(adapters.settings, name.removeprefix("lora_"))
             if value != saved:
@@ -159,13 +159,13 @@ def _check_flags(flags: LoRAOptions, adapters: SavedAdapters | None) -> None:
                     ",".join(each) if isinstance(each, tuple) else each for each in (value, saved)
                 )
                 raise UserError(
-                    f"{flag} is {shown}, but {stored} in the checkpoint {adapters.path}: "
-                    f"remove --{flag}"
+                    f"{flag} is {shown}, but {stored} in the checkpoint {adapters.path}: remove "
+                    f"{flag}"
                 )
         elif flags.lora_load:
             raise UserError(
                 f"{flag} {value} cannot be used with --lora-load: {ADAPTER_CONFIG} in "
-                f"{flags.lora_load} describes the adapters: remove --{flag}"
+                f"{flags.lora_load} describes the adapters. Remove {flag}"
             )
         elif not flags.lora_rank and name != "lora_rank":
             raise UserError(
@@ -188,13 +188,13 @@ def check_trained(options: Options, config, weights: Weights) -> None:
         return
     if not from_peft and not any(is_added.values()):
         raise UserError(
-            f"train-only {pattern} trains no adapter: remove --lora-rank, "
-            "or use a pattern that also matches lora"
+            f"--train-only {pattern} trains no adapter: remove --lora-rank, or use a "
+            "pattern that also matches lora"
         )
     if weights.has_new_head(config.num_labels) and CLASSIFIER_HEAD not in is_added:
         raise UserError(
-            f"train-only {pattern} does not train the new head: use a pattern that also matches "
-            "score"
+            f"--train-only {pattern} does not train the new head: use a pattern that also "
+            "matches score"
         )
 
 

@@ -42,9 +42,10 @@ def settle_labels(
     """
     if not config.num_labels:
         return config, None
-    if missing := {"problem_type", "pad_token_id"} - {f.name for f in fields(config)}:
+    if {"problem_type", "pad_token_id"} - {f.name for f in fields(config)}:
         raise UserError(
-            f"{type(config).__name__} has no {min(missing)}: it does not support classifiers"
+            f"--num-labels cannot be used with {type(config).__name__}: its family has no "
+            "classifier"
         )
     labels = labels_in(sources.names, config.num_labels, config.problem_type)
     config = with_pad_token(config, source, tokenizer)

@@ -27,7 +27,7 @@ MEGATRON = {
     "lr-decay-style": "--lr-schedule",
     "lr-decay-iters": "--lr-decay-steps",
     "lr-warmup-iters": "--warmup-steps",
-    "lr-warmup-fraction": "--warmup-steps (steps, not a share)",
+    "lr-warmup-fraction": "--warmup-steps (a number of steps, not a fraction)",
     "adam-beta1": "--beta1",
     "adam-beta2": "--beta2",
     "muon-momentum-beta": "--muon-momentum",
@@ -64,7 +64,7 @@ TRAINER = {
     "max-steps": "--steps",
     "num-train-epochs": "--epochs",
     "lr-scheduler-type": "--lr-schedule",
-    "warmup-ratio": "--warmup-steps (steps, not a share)",
+    "warmup-ratio": "--warmup-steps (a number of steps, not a fraction)",
     "max-grad-norm": "--clip-grad",
     "logging-steps": "--log-interval",
     "save-steps": "--save-interval",
@@ -107,10 +107,10 @@ TORCHTITAN = {
 KNOWN = {**TORCHTITAN, **TRAINER, **MEGATRON}
 
 # What needs no flag, and why.
-KERNELS = "torch chooses the kernels, and --compile fuses more"
-PARALLEL = "it is always done"
-ARCHITECTURE = "the model's family and preset set it, such as --model llama or --preset llama3-8b"
-WHOLE = "a checkpoint always holds all; --load-weights-only loads only the weights"
+KERNELS = "PyTorch selects the kernels, and --compile fuses more operations"
+PARALLEL = "it is always on"
+ARCHITECTURE = "--model or --preset sets it, for example --preset llama3-8b"
+WHOLE = "a checkpoint always contains the full state; --load-weights-only loads only the weights"
 NEEDLESS = {
     KERNELS: """use-flash-attn attention-backend transformer-impl no-masked-softmax-fusion
         no-bias-gelu-fusion no-bias-swiglu-fusion no-bias-dropout-fusion no-rope-fusion
@@ -127,13 +127,13 @@ NEEDLESS = {
     WHOLE: "no-load-optim no-load-rng no-save-optim no-save-rng",
     "the vocabulary is never padded": "make-vocab-size-divisible-by",
     "there is one format, which loads in any layout": "ckpt-format auto-detect-ckpt-format",
-    "the device decides: NCCL on CUDA, gloo on CPUs": "distributed-backend",
+    "the device determines it: NCCL on CUDA, gloo on CPUs": "distributed-backend",
     "documents begin at position 0 with --separate-documents": "reset-position-ids eod-mask-loss",
-    "--recompute-interval says how many layers share a stored input": "recompute-method",
+    "--recompute-interval sets how many layers are recomputed as one unit": "recompute-method",
     "the order of samples is computed from --seed": "data-cache-path dataloader-type",
-    "--eval-interval and --save-interval decide": "eval-strategy evaluation-strategy save-strategy",
-    "--micro-batch-size holds for evaluation, too": "per-device-eval-batch-size",
-    "--log-interval decides": "timing-log-level tensorboard-log-interval log-timers-to-tensorboard",
+    "--eval-interval and --save-interval set it": "eval-strategy evaluation-strategy save-strategy",
+    "--micro-batch-size also applies to evaluation": "per-device-eval-batch-size",
+    "--log-interval sets it": "timing-log-level tensorboard-log-interval log-timers-to-tensorboard",
 }
 REASONS = {flag: reason for reason, flags in NEEDLESS.items() for flag in flags.split()}
 

@@ -208,7 +208,7 @@ def _check_empty(name: str, text: str, kind) -> None:
     """Raise UserError for an empty path or name: an empty path means the current directory."""
     is_name = any(getattr(hint, "metavar", "") == "NAME" for hint in get_args(kind)[1:])
     if not text and (is_name or get_origin(kind) is tuple or _is_path(kind)):
-        raise UserError(f"{name} is empty: name {'it' if is_name else 'a directory or file'}")
+        raise UserError(f"{name} is empty: pass {'a name' if is_name else 'a directory or file'}")
 
 
 def _is_path(kind) -> bool:
@@ -323,7 +323,7 @@ def _in_our_words(message: str, kinds: dict) -> str:
         r"Error parsing (--\S+): Could not parse arguments (\[.*\]) into tuple", message
     ):
         flag, values = found.groups()
-        return f"{flag} is {values}: it must be whole numbers"
+        return f"{flag} is {values}: all values must be whole numbers"
     if found := re.match(r"Unrecognized options: (.*)", message):
         return f"unexpected argument {found[1]}: it does not belong to a flag (see --help)"
     if found := re.match(r"Missing value for argument '(--\S+)'. Expected (\d+)", message):

@@ -192,7 +192,7 @@ def kept(
         else:
             reason = next(iter(str(error).splitlines()), type(error).__name__)
         lost[flag] = f"{since}: {reason}"
-        advise(f"{flag} could not be written {lost[flag]}; the run goes on without it")
+        advise(f"{flag} could not be written {lost[flag]}; the run continues without it")
         return False
     return True
 

@@ -63,9 +63,7 @@ class CommandLine:
         line = cls(words, kind(), file, flags)
         line.parsed = parse_flags(kind, words, description, line._below_flags({}))
         if is_pipe and line.parsed.parallel.replica * line.parsed.replicas > 1:
-            raise UserError(
-                f"--config {name} is a pipe, which several ranks can't read: give a file"
-            )
+            raise UserError(f"--config {name} is a pipe, which only one rank can read: use a file")
         return line
 
     def options(self, resumed: dict | None = None, origin: str = "the checkpoint") -> Options:
@@ -102,7 +100,9 @@ class CommandLine:
             given = [name for name in pair if name in self.flags]
             given = given or [name for name in pair if self.file.get(name)]
             if len(given) > 1:
-                raise UserError(f"give {usual} or {other.replace('_', '-')}, not both")
+                raise UserError(
+                    f"{flag_of(usual)} and {flag_of(other)} exclude each other: use one of them"
+                )
             if given or below.get(other):  # settings of lower precedence are ignored
                 below.pop(other if given == [usual] else usual, None)
         return below
@@ -137,7 +137,7 @@ def required(options: ImportOption, *names: str) -> list:
     for name in ("tp", "pp", "cp"):
         size = getattr(options, name, None)
         if size is not None and size < 1:
-            raise UserError(f"{name} {size} must be at least 1")
+            raise UserError(f"--{name} {size} must be at least 1")
     return [getattr(options, name) for name in names]
 
 
@@ -156,7 +156,7 @@ def run_file(file: Path) -> None:
         )
     spec = importlib.util.spec_from_file_location(file.stem, file)
     if spec is None or spec.loader is None:
-        raise UserError(f"--import {file}: the name of a Python file ends in .py")
+        raise UserError(f"--import {file} is not a Python file: its name must end in .py")
     sys.modules[file.stem] = module = importlib.util.module_from_spec(spec)
     user_files.append(str(spec.origin))
     try:

@@ -196,8 +196,8 @@ class Recorder:
         diverged = not math.isfinite(norm) and not (self.optimizer.skipped and before > 1)
         if diverged or not math.isfinite(loss):
             raise UserError(
-                f"the loss is {loss} and its gradient norm {norm} at step {self.step}: "
-                "try a smaller --lr; checkpoints of earlier steps are whole",
+                f"the loss is {loss} and its gradient norm {norm} at step {self.step}: try a "
+                "smaller --lr; checkpoints of earlier steps are intact",
                 exit_code=1,
             )
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from megazoo.checkpoint.locks import run_lock
 from megazoo.checkpoint.places import is_step_name
 from megazoo.cli.adapters import NO_WEIGHTS, Weights, check_trained
+from megazoo.cli.flags import flag_of
 from megazoo.cli.options import ModelOptions, Options
 from megazoo.data.text_files import is_streamed
 from megazoo.errors import UserError
@@ -83,8 +84,9 @@ def settle_steps(
         optimizer.warmup_steps = min(int(optimizer.lr_decay_steps * warmup), 2000)
     if optimizer.warmup_steps > optimizer.lr_decay_steps:
         raise UserError(
-            f"warmup-steps {optimizer.warmup_steps} exceeds the {optimizer.lr_decay_steps} steps "
-            "of the learning-rate schedule: use fewer"
+            f"--warmup-steps {optimizer.warmup_steps} exceeds the "
+            f"{optimizer.lr_decay_steps} steps of the learning-rate schedule: use fewer "
+            "warm-up steps, or a larger --lr-decay-steps"
         )
 
 
@@ -119,7 +121,10 @@ def model_config(options: ModelOptions, source=None):
         sizes["num_labels"] = labels
     unknown = sizes.keys() - {f.name for f in fields(base)}
     if unknown:
-        raise UserError(f"{type(base).__name__} has no {min(unknown).replace('_', '-')}")
+        raise UserError(
+            f"{flag_of(min(unknown))} cannot be used with this model: "
+            f"{type(base).__name__} has no such setting"
+        )
     rates = [f.name for f in fields(base) if f.name.endswith("dropout")]
     if dropout is not None:
         sizes |= dict.fromkeys(rates, dropout)
@@ -127,7 +132,10 @@ def model_config(options: ModelOptions, source=None):
     for f in fields(config) if saved else ():
         if f.name not in rates and getattr(config, f.name) != getattr(saved, f.name):
             wanted, found = getattr(config, f.name), getattr(saved, f.name)
-            raise UserError(f"{f.name} is {wanted}, but {found} in the checkpoint {path}")
+            raise UserError(
+                f"{flag_of(f.name)} is {wanted}, but {f.name} is {found} in the checkpoint "
+                f"{path}: remove the flag or preset that changes it"
+            )
     return config
 
 
@@ -153,7 +161,7 @@ def check_run(
             "2e-2, would destroy the loaded weights"
         )
     if is_muon and not muon_lr:
-        raise UserError("muon-lr must be above 0: the learning rate of AdamW is scaled with it")
+        raise UserError("--muon-lr must be above 0: the learning rate of AdamW is scaled with it")
     layout = ParallelContext.virtual(
         parallel.tp,
         parallel.pp,
@@ -169,20 +177,21 @@ def check_run(
     for name in ("packing", "separate_documents") if config.num_labels else ():
         if getattr(options.data, name):
             raise UserError(
-                f"{name.replace('_', '-')} cannot be used with a classifier (each row is one "
+                f"{flag_of(name)} cannot be used with a classifier (each row is one "
                 "text): remove it"
             )
     streamed = next(filter(is_streamed, options.data.data), None)
     if training.epochs and streamed:
         raise UserError(
-            f"epochs: the number of samples of {streamed} is unknown, because it is streamed: use "
-            "--steps instead"
+            "--epochs cannot be used with streamed data: the number of samples of "
+            f"{streamed} is unknown. Use --steps instead"
         )
     check_sequence(model, config, training.seq_length)
     if config.vocab_size < tokenizer.vocab_size and options.data.data != ("mock",):
         raise UserError(
-            f"vocab-size {config.vocab_size} is smaller than the {tokenizer.vocab_size} "
-            f"of the tokenizer {tokenizer.source}: use --vocab-size {tokenizer.vocab_size}"
+            f"--vocab-size {config.vocab_size} is smaller than the vocabulary of the "
+            f"tokenizer {tokenizer.source}, {tokenizer.vocab_size} tokens: use --vocab-size "
+            f"{tokenizer.vocab_size}"
         )
     _check_outputs(options)
     _check_weights_stay(options, weights)
@@ -230,7 +239,7 @@ def _check_outputs(options: Options) -> None:
     if log.metrics:
         _check_writable("--metrics", log.metrics.parent)
         if log.metrics.is_dir():
-            raise UserError(f"--metrics {log.metrics} is a directory")
+            raise UserError(f"--metrics {log.metrics} is a directory: use the name of a file")
 
 
 def _check_writable(flag: str, directory: Path) -> None:
@@ -260,17 +269,19 @@ def check_steps(options: Options, first_step: int) -> None:
     if first_step >= training.steps:
         wanted = f"--steps {training.steps}"
         if training.epochs:
-            wanted = f"--epochs {training.epochs}, {training.steps} steps,"
+            wanted = f"--epochs {training.epochs} ({training.steps} steps)"
         begun = f"--load {options.checkpoint.load}"
         if options.lora.lora_load:
             begun = f"--lora-load {options.lora.lora_load}"
         raise UserError(
-            f"{begun} is already at step {first_step}: {wanted} leaves nothing to do; use more"
+            f"{begun} is already at step {first_step}, so nothing is left to do for "
+            f"{wanted}: use a larger value"
         )
     (first, last), left = options.logging.profile_steps, training.steps - first_step
     if options.logging.profile and not 1 <= first <= last <= left:
         raise UserError(
-            f"profile-steps {first} {last} must be two steps of this run, from 1 to {left}"
+            f"--profile-steps {first} {last} must be the first and the last of the {left} "
+            f"steps of this run, from 1 to {left}"
         )
 
 
@@ -280,14 +291,14 @@ def check_values(options: Options) -> None:
         check_value(name, value)
     lr, min_lr = options.optimizer.lr, options.optimizer.min_lr
     if None not in (lr, min_lr) and min_lr > lr:
-        raise UserError(f"min-lr {min_lr} exceeds lr {lr}: set both")
+        raise UserError(f"--min-lr {min_lr} exceeds --lr {lr}: use a smaller --min-lr")
 
 
 def check_value(setting: str, value, origin: str = "") -> None:
     """Raise UserError if the value of a setting is out of its range. origin: the file it is in."""
-    name = f"{origin}: {setting}" if origin else setting.replace("_", "-")
+    name = f"{origin}: {setting}" if origin else flag_of(setting)
     if setting == "train_only" and value and len(value) > LONGEST_PATTERN:
-        raise UserError(f"{name} has {len(value)} characters: at most {LONGEST_PATTERN}")
+        raise UserError(f"{name} has {len(value)} characters: use at most {LONGEST_PATTERN}")
     if not isinstance(value, int | float) or isinstance(value, bool):
         return
     if setting in AT_LEAST_1 and value < 1:

@@ -222,7 +222,7 @@ def changed_files(then: list[InputFile], now: list[InputFile]) -> list[str]:
         elif new.bytes != old.bytes:
             lines.append(f"{old} had {old.bytes:,} bytes, and has {new.bytes:,}")
         elif new.sha256 != old.sha256:
-            lines.append(f"{old} has as many bytes, but other contents")
+            lines.append(f"{old} has the same size, but different contents")
     return lines + [f"{new} is new" for key, new in after.items() if key not in before]
 
 
@@ -404,7 +404,7 @@ def read_record(directory: Path) -> Recorded:
     """Return the contents of record.json. Raises UserError if it is missing or invalid."""
     path = directory / RECORD
     if not path.is_file():
-        raise UserError(f"{directory} is no record of a run: it has no {RECORD}")
+        raise UserError(f"{directory} is not the record of a run: it has no {RECORD}")
     return convert(json_object(path, read_bytes(path)), Recorded, str(path))
 
 
@@ -412,7 +412,7 @@ def read_steps(directory: Path) -> list[Step]:
     """Return the lines of steps.jsonl. Raises UserError if it is missing or a line is invalid."""
     path, steps = directory / STEPS, []
     if not path.is_file():
-        raise UserError(f"{directory} is no record of a run: it has no {STEPS}")
+        raise UserError(f"{directory} is not the record of a run: it has no {STEPS}")
     for number, line in enumerate(read_bytes(path).splitlines(), 1):
         name = Path(f"{path}, line {number}")
         steps.append(convert(json_object(name, line), Step, str(name)))

@@ -117,8 +117,8 @@ def _tell_cuts(name: str, parts: list, seq_length: int, report: Callable[[str], 
     rest = f"; {left_out:,} of them are skipped, because no tokens with a loss remain"
     kind = "rows" if isinstance(parts[0], LabelledTexts) else "conversations"
     report(
-        f"{name}: {cut:,} {kind} are longer than seq-length {seq_length} and are truncated"
-        f"{rest if left_out else ''}"
+        f"{name}: {cut:,} {kind} are longer than --seq-length {seq_length} and are "
+        f"truncated{rest if left_out else ''}"
     )
 
 
@@ -127,10 +127,11 @@ def _check_parts(name: str, parts: list, shares: tuple[float, ...], seq_length: 
     for kind, part, share in zip(PARTS, parts, shares, strict=True):
         if share and not len(part):
             split = ",".join(f"{share:.4g}" for share in shares)
-            hint = ": use more documents, or --split without that part, such as 100,0"
+            hint = ": use more documents"
+            if kind != "training":
+                hint += ", or --split without that part, such as 100,0"
             raise UserError(
-                f"{name}: split {split} leaves no {kind} sample of {seq_length} tokens"
-                f"{'' if kind == 'training' else hint}"
+                f"{name}: --split {split} leaves no {kind} sample of {seq_length} tokens{hint}"
             )
 
 
@@ -175,8 +176,8 @@ def check_data(data: Sequence[str], split: str) -> Sources:
         or not shares[0]
     ):
         raise UserError(
-            f"split {split!r} is not two or three shares such as 95,5 or 98,1,1: "
-            "training, validation, test"
+            f"--split {split!r} is not valid: use two or three proportions (training, "
+            "validation, test), such as 95,5 or 98,1,1"
         )
     if len(data) == 1:
         names, weights = tuple(data), (1.0,)
@@ -188,8 +189,8 @@ def check_data(data: Sequence[str], split: str) -> Sources:
             weights = ()
         if not names or len(names) != len(weights):
             raise UserError(
-                f"data {' '.join(data)!r} is neither one source nor weights and sources in turn: "
-                "0.7 a 0.3 b"
+                f"--data {' '.join(data)!r} is not valid: use one source, or alternating "
+                "weights and sources, such as 0.7 a 0.3 b"
             )
         shares_of(weights)
     for name in names:
@@ -199,9 +200,9 @@ def check_data(data: Sequence[str], split: str) -> Sources:
         built_in = name in ("stdlib", "mock")
         if not built_in and not os.path.isfile(f"{name}.idx") and not is_text(Path(name)):
             raise UserError(
-                f"unknown data {name!r}: there is stdlib, the prefix of token files "
-                "(PREFIX.bin and PREFIX.idx), files of text, .jsonl and .txt, and streamed files, "
-                ".parquet and stream:FILES; `megazoo preprocess` reads other text"
+                f"--data {name!r} is not found, or not supported: use stdlib, the prefix of "
+                "token files (PREFIX.bin and PREFIX.idx), a .jsonl or .txt file, a .parquet "
+                "file, or stream:FILES. `megazoo preprocess` tokenizes other text"
             )
     training, validation, test = (share / sum(shares) for share in (*shares, 0.0)[:3])
     return Sources(names, weights, (training, validation, test))

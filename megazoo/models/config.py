@@ -106,11 +106,9 @@ def _check_one_by_one(config: Any) -> None:
     for name in ("vocab_size", "max_positions", "hidden_size", "layers", "heads", "ffn_size"):
         if getattr(config, name) < 1:
             raise UserError(f"{name} {getattr(config, name)} must be at least 1")
-    for name in ("kv_heads", "head_size"):
+    for name in ("kv_heads", "head_size", "num_labels"):
         if getattr(config, name) < 0:
-            raise UserError(f"{name} {getattr(config, name)} must be at least 1")
-    if config.num_labels < 0:
-        raise UserError(f"num_labels {config.num_labels} must be 0 or more")
+            raise UserError(f"{name} {getattr(config, name)} must be 0 or more")
     for name, largest in LARGEST.items():
         if getattr(config, name) > largest:
             raise UserError(f"{name} {brief(getattr(config, name))} must be at most {largest}")

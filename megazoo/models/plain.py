@@ -42,25 +42,37 @@ def check_plain(model: nn.Module) -> None:
     Model."""
     for name in (*model._modules, *model._parameters, *model._buffers):
         if hasattr(type(model), name):
-            raise UserError(f"{name} is an attribute of every Model: give this part another name")
+            raise UserError(
+                f"{name} is an attribute of every Model: use another name for this module or "
+                "parameter"
+            )
     for prefix, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))
         if _is_cut(module) and (unknown := own.keys() - module.specs.keys()):
             raise UserError(
-                f"{prefix}.{min(unknown)} has no ParameterSpec: a Layer that makes a parameter by "
-                "add_parameter(name, spec) makes all so"
+                f"{prefix}.{min(unknown)} has no ParameterSpec: if a Layer creates one "
+                "parameter with add_parameter(name, spec), it must create all of them that way"
             )
         kind = f"{prefix} is nn.{type(module).__name__}"
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
-            raise UserError(f"{kind}, whose masks depend on the layout: use megazoo.layers.Dropout")
+            raise UserError(
+                f"{kind}, whose masks depend on the parallel layout: use megazoo.layers.Dropout"
+            )
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            raise UserError(f"{kind}, whose statistics are of one rank's rows: use a LayerNorm")
+            raise UserError(
+                f"{kind}, whose statistics cover only the rows of one rank: use a LayerNorm"
+            )
     for name, module, key in plain_parameters(model):
         parameter = getattr(module, key)
         if nn.parameter.is_lazy(parameter):
-            raise UserError(f"{name} has no shape yet: lazy modules can't be built stage by stage")
+            raise UserError(
+                f"{name} has no shape yet: lazy modules are not supported, so pass the sizes to "
+                "the constructor"
+            )
         if not parameter.dim():
-            raise UserError(f"{name} has no dimension: give it the shape [1]")
+            raise UserError(
+                f"{name} is a scalar, which is not supported: use a parameter of shape [1]"
+            )
 
 
 def initialize_plain(model: nn.Module, again: Callable[[], nn.Module], seed: int) -> None:
@@ -72,8 +84,9 @@ def initialize_plain(model: nn.Module, again: Callable[[], nn.Module], seed: int
         for name, tensor in given.items():
             if not torch.equal(_bits(tensor), _bits(others[name])):
                 raise UserError(
-                    f"{name} is drawn while the model is built, or never filled, so that it would "
-                    "depend on the layout: fill it in its module's reset_parameters()"
+                    f"{name} has random or uninitialized values when the model is built, so they "
+                    "would depend on the parallel layout: initialize it in the reset_parameters() "
+                    "of its module"
                 )
     with torch.random.fork_rng(devices=[]):
         for name, module in reversed(list(model.named_modules())):  # children before their parents
@@ -125,12 +138,13 @@ def check_stages(model: Any, elsewhere: Callable[[int | None], Any]) -> None:
             continue
         if len(names) == 1:
             raise UserError(
-                f"{names[0]} is built on pp ranks {ranks[0]} and {ranks[1]}: build it where "
-                "has_first or has_last says so, or tie it"
+                f"{names[0]} is built on pp ranks {ranks[0]} and {ranks[1]}: build it only on "
+                "the first or last stage (if self.has_first or self.has_last), or tie it"
             )
         raise UserError(
-            f"{names[-1]} is {names[0]}, too, in one process, but not on pp ranks {ranks[0]} and "
-            f"{ranks[-1]}: build what they share under one name, outside of the layers, and tie it"
+            f"{names[-1]} and {names[0]} are one parameter in one process, but separate "
+            f"parameters on pp ranks {ranks[0]} and {ranks[-1]}: build the shared module "
+            "under one name, outside of the layers, and tie it"
         )
 
 

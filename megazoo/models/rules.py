@@ -37,15 +37,18 @@ def check_sequence(family: type[Model], config: Any, length: int) -> None:
     """Raise UserError if a sequence of `length` tokens is too long for the model."""
     longest = family.longest_sequence(config)
     if length > longest:
-        scaled = f", which its rotary scaling takes to {longest}"
+        scaled = f", extended to {longest} by its rotary scaling"
         raise UserError(
-            f"seq-length {length} exceeds the model's max-positions {config.max_positions}"
-            f"{scaled if longest > config.max_positions else ''}: "
-            "use at most that, or a larger --max-positions"
+            f"seq-length {length} exceeds the model's max-positions "
+            f"{config.max_positions}{scaled if longest > config.max_positions else ''}: use "
+            "a smaller --seq-length, or a larger --max-positions"
         )
 
 
 def check_offload(optimizer: str, offloaded: bool) -> None:
     """Raise UserError if the state of this optimizer can't be kept on the CPU."""
     if optimizer == "muon" and offloaded:
-        raise UserError("offload-optimizer keeps AdamW's state on the CPU: leave it out with muon")
+        raise UserError(
+            "--offload-optimizer cannot be used with --optimizer muon, because it offloads "
+            "only AdamW's state: remove one of them"
+        )

@@ -193,7 +193,8 @@ def _difference(mine: dict[str, Any], axis: str, ctx: ParallelContext) -> str:
     told = "; ".join(differences[:SHOWN]) + (f"; and {more} more" if more > 0 else "")
     if names == ["call"]:
         return (
-            f"ranks make different calls: {told}; all ranks make the same calls in the same order"
+            f"ranks make different calls: {told}; all ranks must make the same calls in the "
+            "same order"
         )
     return f"ranks disagree in {mine['call']}: {told}; {RULES[axis]}"
 

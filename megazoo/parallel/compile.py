@@ -41,10 +41,10 @@ def check_compiler(device: str) -> None:
     """Raise UserError if torch.compile can't work: it needs a C++ compiler for the CPU and Triton
     for CUDA."""
     if device == "cuda" and importlib.util.find_spec("triton") is None:
-        raise UserError("--compile needs Triton for CUDA: install triton, or leave --compile out")
+        raise UserError("--compile needs Triton for CUDA: install triton, or remove --compile")
     compiler = os.environ.get("CXX", "g++")
     if device == "cpu" and not (shutil.which(compiler) or shutil.which("clang++")):
         raise UserError(
-            f"--compile needs a C++ compiler, but there is no {compiler}: install one, or leave "
-            "--compile out"
+            f"--compile needs a C++ compiler, but there is no {compiler}: install one, or "
+            "remove --compile"
         )

@@ -183,8 +183,8 @@ class _Call:
             who = ", ".join(map(str, absent)) if absent else "some"
             raise UserError(
                 f"rank {who} did not call {name}, for which the other ranks waited "
-                f"{self.ctx.timeout.total_seconds():g} s: all ranks make the same calls, in the "
-                "same order",
+                f"{self.ctx.timeout.total_seconds():g} s: all ranks must make the same calls, in "
+                "the same order",
                 exit_code=1,
             ) from error
 

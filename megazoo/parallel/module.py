@@ -165,8 +165,8 @@ def _check_folded_cuts(name: str, spec: ParameterSpec, ctx: ParallelContext) -> 
     for shard in spec.shards:
         if shard.axis in {*AXES, "token_axis"} - {"tp"}:
             raise UserError(
-                f"{name} is cut over {shard.axis}: a parameter is cut over tp, or over an axis "
-                "that is folded into dp x cp"
+                f"{name} is sharded over {shard.axis}: a parameter can be sharded only over tp, "
+                "or over an axis that is folded into dp x cp"
             )
     cuts = [shard for shard in spec.shards if shard.axis in ctx.folded]
     for shard in cuts:
@@ -179,7 +179,8 @@ def _check_folded_cuts(name: str, spec: ParameterSpec, ctx: ParallelContext) -> 
     if sum(ctx.folded[shard.axis].size > 1 for shard in cuts) > 1:
         names = " and ".join(shard.axis for shard in cuts)
         raise UserError(
-            f"{name} is cut over {names}: both are folded into dp x cp, use one of them"
+            f"{name} is sharded over {names}, which are all folded into dp x cp: use only "
+            "one of them"
         )
 
 

@@ -163,7 +163,7 @@ def _backwards(rank: int, pp: int, virtual: int, microbatches: int) -> list[Acti
 def schedule_named(name: str) -> Schedule:
     """Return the schedule with this name; UserError if it does not exist."""
     if name not in SCHEDULES:
-        raise UserError(f"unknown schedule {name!r}: there are {', '.join(SCHEDULES)}")
+        raise UserError(f"unknown schedule {name!r}: use one of {', '.join(SCHEDULES)}")
     return SCHEDULES[name]
 
 
@@ -180,8 +180,9 @@ def tables_of(schedule: Schedule, pp: int, virtual: int, microbatches: int) -> l
     for rank, table in enumerate(tables):
         for stage in sorted({action.stage for action in table} - {*placement.stages_of(rank)}):
             raise UserError(
-                f"schedule {schedule.__name__} gives rank {rank} stage {stage}, which placement "
-                f'{placement.name} does not: name another, as @placed("v") does'
+                f"schedule {schedule.__name__} assigns stage {stage} to rank {rank}, but its "
+                f"placement {placement.name} does not: declare the right placement, for example "
+                'with @placed("v")'
             )
     return tables
 

@@ -32,13 +32,13 @@ def check_folded(folded: Mapping[str, int], dp: int, cp: int, taken: Sequence[st
     for name, size in folded.items():
         if not re.fullmatch("[a-z]{1,16}", name) or name in taken:
             raise UserError(
-                f"an axis can't be called {name!r}: use up to 16 lower-case letters, not "
-                + " or ".join(taken)
+                f"an axis can't be called {name!r}: use 1 to 16 lower-case letters, and none of "
+                "the names " + " or ".join(taken)
             )
         _check_size(name, size)
         if dp * cp % size:
             raise UserError(
-                f"{name} {size} does not divide dp x cp = {dp * cp}, into which it is folded"
+                f"dp x cp = {dp * cp} is not divisible by the folded axis {name} {size}"
             )
 
 
@@ -57,8 +57,12 @@ def data_parallel_size_for(world: int, tp: int, pp: int, dp: int | None = None, 
         raise UserError(f"{sizes} must each be at least 1")
     replica = tp * pp * cp
     if world % replica or (dp is not None and world != replica * dp):
+        multiple = "" if dp else "a multiple of "
         asked, enough = product_of(tp, pp, dp, cp), ranks_that_fit(world, tp, pp, dp, cp)
-        raise UserError(f"a world of {world} ranks does not fit {asked}: start {enough}")
+        raise UserError(
+            f"{world} ranks were started, but {asked} needs "
+            f"{multiple}{replica * (dp or 1)}: start {enough}"
+        )
     return world // replica
 
 

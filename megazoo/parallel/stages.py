@@ -42,7 +42,8 @@ def cut_into_stages(
     """
     if layers < count:
         raise UserError(
-            f"layers {layers} don't fill {count} stages: use pp x virtual-pp of at most {layers}"
+            f"{layers} layers can't be divided into {count} stages: use at most {layers} "
+            "stages (pp x virtual-pp)"
         )
     if isinstance(how, tuple):
         if len(how) != count or sum(how) != layers or min(how) < 1:
@@ -56,7 +57,8 @@ def cut_into_stages(
         counts = _balanced(layers, count, layer, first, last)
     else:
         raise UserError(
-            f"stage-layers {how!r} is neither balanced nor uniform nor numbers such as 5,6,6,5"
+            f"stage-layers {how!r} is not valid: use balanced, uniform, or one number per "
+            "stage, such as 5,6,6,5"
         )
     return [
         Stage(stage, count, range(end - n, end))

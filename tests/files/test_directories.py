@@ -66,7 +66,7 @@ def test_small_files_are_not_written_through_a_link(tmp_path):
     (tmp_path / "mine").write_text("my text")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".latest.partial").symlink_to(tmp_path / "mine")
-    with pytest.raises(UserError, match=r"\.latest\.partial is a link, and another file"):
+    with pytest.raises(UserError, match=r"\.latest\.partial is a symbolic link, and writing"):
         save(tmp_path / "run", 1, tiny_model())
     assert (tmp_path / "mine").read_text() == "my text"
     assert names(tmp_path / "run") == [".latest.partial"]

@@ -198,7 +198,7 @@ def test_the_program_gives_up_a_stopped_rank_after_its_timeout(tmp_path):
         for rank in ranks:
             rank.kill()
             rank.wait(30)
-    assert "no word from rank 1" in (tmp_path / "rank_0").read_text()
+    assert "no response from rank 1" in (tmp_path / "rank_0").read_text()
     assert not (tmp_path / "run").exists()
 
 

@@ -279,8 +279,8 @@ def called_alone(name, layout):
 def test_a_rank_that_calls_alone_ends_with_the_names_of_the_others(ranks, layout, name):
     told, _ = in_layout(ranks, called_alone, layout, name)
     assert told == (
-        f"rank 1 did not call {name}, for which the other ranks waited 2 s: all ranks make the "
-        "same calls, in the same order"
+        f"rank 1 did not call {name}, for which the other ranks waited 2 s: all ranks must make "
+        "the same calls, in the same order"
     )
 
 

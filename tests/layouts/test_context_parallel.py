@@ -533,7 +533,7 @@ def test_contexts_that_cannot_be_are_refused():
         (lambda: ParallelContext.virtual(cp=2, rank=2), "rank 2 is not in a world of tp 1 x pp 1"),
         (
             lambda: ParallelContext.from_torch(context_parallel_size=2),
-            "a world of 1 ranks does not fit tp 1 x pp 1 x cp 2: start 2",
+            "1 ranks were started, but tp 1 x pp 1 x cp 2 needs a multiple of 2: start 2",
         ),
         (
             lambda: ParallelContext.from_torch(context_parallel_size=2.0),

@@ -142,16 +142,22 @@ def test_a_backward_of_ones_own_is_summed(ranks, make, layout):
 
 
 MISTAKES = [
-    ("dropout", r"layers\.0\.drop is nn\.Dropout, whose masks depend on the layout: use megazoo"),
-    ("batch norm", r"layers\.0\.statistics is nn\.BatchNorm1d, whose statistics are of one rank's"),
-    ("random", r"layers\.0\.angle is drawn while the model is built"),
-    ("drawn", r"layers\.0\.drawn is drawn while the model is built.* reset_parameters\(\)"),
+    ("dropout", r"layers\.0\.drop is nn\.Dropout, whose masks depend on the parallel layout"),
+    (
+        "batch norm",
+        r"layers\.0\.statistics is nn\.BatchNorm1d, whose statistics cover only the rows",
+    ),
+    ("random", r"layers\.0\.angle has random or uninitialized values when the model is built"),
+    ("drawn", r"layers\.0\.drawn has random or uninitialized values .* reset_parameters\(\)"),
     (
         "no spec",
-        r"layers\.0\.attention\.qkv\.extra has no ParameterSpec: a Layer that makes",
+        r"layers\.0\.attention\.qkv\.extra has no ParameterSpec: if a Layer creates",
     ),
-    ("hidden", "engine is an attribute of every Model: give this part another name"),
-    ("scalar", r"layers\.0\.scalar has no dimension: give it the shape \[1\]"),
+    ("hidden", "engine is an attribute of every Model: use another name"),
+    (
+        "scalar",
+        r"layers\.0\.scalar is a scalar, which is not supported: use a parameter of shape \[1\]",
+    ),
 ]
 
 
@@ -181,13 +187,13 @@ def refused(config, layout):
             "tp2+sp",
             "the gradients of layers.0.around.weight are the same on all tp ranks",
         ),
-        ("on every stage", "pp2", "everywhere.weight is built on pp ranks 0 and 1: build it where"),
+        ("on every stage", "pp2", "everywhere.weight is built on pp ranks 0 and 1: build it only"),
         ("aliased", "pp2", "nothing is refused"),
         (
             "shared",
             "pp2",
-            "layers.3.mlp.up.weight is layers.0.mlp.up.weight, too, in one process, but not on pp "
-            "ranks 0 and 1: build what they share under one name, outside of the layers, and tie",
+            "layers.3.mlp.up.weight and layers.0.mlp.up.weight are one parameter in one process, "
+            "but separate parameters on pp ranks 0 and 1: build the shared module under one name",
         ),
     ],
 )

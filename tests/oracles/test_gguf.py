@@ -351,14 +351,18 @@ def test_a_model_in_several_files_is_opened_by_any_of_them(small, tmp_path):
 
 def test_what_gguf_has_no_place_for_is_refused(tmp_path):
     for name, theirs, message in (
-        ("gpt2", model_of("gpt2"), "GGUF files are written of llama, mistral, qwen2, qwen3"),
-        ("window", model_of("mistral"), "no place for the sliding_window 5 of mistral"),
-        ("yarn", llama(rope_scaling=scaled("yarn", 4.0, 16)), "rope_type 'yarn' is not written"),
-        ("gelu", model_of("llama", hidden_act="gelu"), "no place for hidden_act 'gelu': only silu"),
+        ("gpt2", model_of("gpt2"), "only llama, mistral, qwen2, qwen3 are supported"),
+        ("window", model_of("mistral"), "mistral with sliding_window 5 can't be written"),
+        ("yarn", llama(rope_scaling=scaled("yarn", 4.0, 16)), "rope_type 'yarn' can't be written"),
+        (
+            "gelu",
+            model_of("llama", hidden_act="gelu"),
+            "hidden_act 'gelu' can't be written as GGUF: it must be 'silu'",
+        ),
         (
             "llama3",
             llama(rope_scaling=scaled("llama3", 4.0, 16)),
-            "llama3's scaling have original_max_position_embeddings 8192, not 16",
+            "original_max_position_embeddings 16 can't be written as GGUF: it must be 8192",
         ),
     ):
         source = open_source(saved(theirs, tmp_path / name))
@@ -371,11 +375,11 @@ def test_an_output_loses_nothing(small, tmp_path):
     source, other = open_source(small), tmp_path / "notes.gguf"
     other.write_text("notes")
     for path, overwrite, message in (
-        (tmp_path / "model", False, "give OUTPUT a name such as model.gguf"),
-        (other, False, "exists: choose another name, or --overwrite"),
-        (other, True, "is no GGUF file"),
+        (tmp_path / "model", False, "use a name such as model.gguf for OUTPUT"),
+        (other, False, "exists: choose another name, or use --overwrite"),
+        (other, True, "is not a GGUF file"),
         (small, True, "is also the input"),
-        (tmp_path / "m-00001-of-00003.gguf", False, "is the name of one of several files"),
+        (tmp_path / "m-00001-of-00003.gguf", False, "is named like one part of a model"),
     ):
         with pytest.raises(UserError, match=message):
             write_gguf(source, path, overwrite=overwrite)

@@ -131,7 +131,9 @@ def test_a_directory_of_no_adapter(directories, tmp_path):
         megazoo.lora.load(model, adapter)
     (adapter / "adapter_config.json").write_text(json.dumps([1]))
     (adapter / "adapter_model.bin").write_bytes(b"code")
-    with pytest.raises(megazoo.UserError, match=r"adapter_config.json does not hold a JSON object"):
+    with pytest.raises(
+        megazoo.UserError, match=r"adapter_config.json holds a list, but must hold a JSON object"
+    ):
         megazoo.lora.load(model, adapter)
 
 

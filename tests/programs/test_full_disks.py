@@ -54,7 +54,7 @@ def test_a_disk_that_fills_up_ends_no_run(tmp_path, monkeypatch, capsys):
         "--profile": "at step 2: No space left on device: make room on its disk",
         "--metrics": "at step 3: File too large",
     }.items():
-        assert f"{flag} could not be written {why}; the run goes on without it" in lines
+        assert f"{flag} could not be written {why}; the run continues without it" in lines
         assert f"  {flag} lost {why}" in out
 
 

@@ -106,7 +106,7 @@ def test_mistakes_are_told_in_one_line(directory, tmp_path, monkeypatch, capsys)
         here.__get__(self)(include_path=include_path)))  # fmt: skip
     good = directory / "tasks" / "writing.yaml"
     for arguments, message in {
-        ("--tasks", ""): "--tasks is empty: name it",
+        ("--tasks", ""): "--tasks is empty: pass a name",
         ("--tasks", " , "): "--tasks is empty: name tasks, YAML files or directories",
         ("--tasks", good, "--text", good): "use exactly one of --text, --choices, ",
         ("--tasks", good, "--labels", good): "use exactly one of --text, --choices, ",

@@ -59,7 +59,7 @@ def test_another_optimizers_checkpoint_is_refused(files, monkeypatch, capsys):
 
 def test_settings_that_cant_be(monkeypatch, capsys):
     for words, told in [
-        ("--offload-optimizer", "offload-optimizer keeps AdamW's state on the CPU"),
+        ("--offload-optimizer", "--offload-optimizer cannot be used with --optimizer muon"),
         ("--muon-lr -1", "muon-lr"),
         ("--muon-lr 0", "muon-lr must be above 0"),
         ("--muon-momentum 1", "muon-momentum"),

@@ -97,4 +97,4 @@ def test_it_is_checked(own, layout):
 def test_a_v_of_one_stage_a_rank_is_refused(monkeypatch, capsys):
     for tool, words in [(plot_schedule, "--pp 4"), (plan, PLAN)]:
         _, _, error = run_main(tool, monkeypatch, capsys, *IN_A_V[:4], *words.split())
-        assert "placement v has two stages a rank, not 1: use virtual-pp 2" in error
+        assert "placement v has two stages per rank, not 1: use virtual-pp 2" in error

@@ -72,14 +72,14 @@ def test_a_world_that_does_not_fit_gets_one_line_with_the_right_command(monkeypa
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", "1")
     for world, right, sizes, words in [
-        ("6", 8, "tp 2 x pp 4 = 8", "--tp 2 --pp 4"),
-        ("3", 4, "tp 1 x pp 1 x cp 2 = 2", "--tp 1 --cp 2"),
+        ("6", 8, "tp 2 x pp 4 needs a multiple of 8", "--tp 2 --pp 4"),
+        ("3", 4, "tp 1 x pp 1 x cp 2 needs a multiple of 2", "--tp 1 --cp 2"),
     ]:
         monkeypatch.setenv("WORLD_SIZE", world)
         monkeypatch.setenv("LOCAL_WORLD_SIZE", world)
         code, _, error = run_main(pretrain, monkeypatch, capsys, *words.split())
         use = f"use torchrun --nproc-per-node {right} pretrain_gpt.py {words}"
-        told = f"a world of {world} ranks does not fit {sizes}: {use}"
+        told = f"the launcher started {world} ranks, but {sizes}: {use}"
         assert (code, error) == (2, f"pretrain_gpt.py: error: {told}\n")
 
 
@@ -87,8 +87,8 @@ def test_a_world_that_does_not_fit_gets_one_line_with_the_right_command(monkeypa
 @pytest.mark.parametrize(
     ("world", "right", "sizes", "words"),
     [
-        (6, 8, "tp 2 x pp 4 = 8", "--tp 2 --pp 4"),
-        (3, 4, "tp 1 x pp 1 x cp 2 = 2", "--tp 1 --cp 2"),
+        (6, 8, "tp 2 x pp 4 needs a multiple of 8", "--tp 2 --pp 4"),
+        (3, 4, "tp 1 x pp 1 x cp 2 needs a multiple of 2", "--tp 1 --cp 2"),
     ],
 )
 def test_of_a_world_that_does_not_fit_one_rank_tells(world, right, sizes, words):
@@ -96,7 +96,7 @@ def test_of_a_world_that_does_not_fit_one_rank_tells(world, right, sizes, words)
     assert done.returncode != 0
     use = f"use torchrun --nproc-per-node {right} pretrain_gpt.py {words}"
     assert [line for line in done.stderr.splitlines() if "pretrain_gpt.py: error:" in line] == [
-        f"pretrain_gpt.py: error: a world of {world} ranks does not fit {sizes}: {use}"
+        f"pretrain_gpt.py: error: the launcher started {world} ranks, but {sizes}: {use}"
     ]
     # no traceback of ours; torchrun's own report is its own
     assert "in run_program" not in done.stderr
@@ -202,7 +202,7 @@ def test_epochs_are_counted_in_samples_and_a_test_ends_them(ranks, tmp_path, cap
     assert re.search(r"resume .*--epochs 6$", out, re.MULTILINE)
     assert "--epochs 3 " not in out
     with pytest.raises(
-        megazoo.UserError, match=f"--epochs 3, {-(-3 * samples // 8)} steps, leaves nothing to do"
+        megazoo.UserError, match=rf"for --epochs 3 \({-(-3 * samples // 8)} steps\): use a larger"
     ):
         pretrain.main([*common, "--load", str(tmp_path / "run")])
     with monkeypatch.context() as restarted:
@@ -228,9 +228,10 @@ def test_a_checkpoint_of_another_shape_is_refused(tmp_path, capsys, monkeypatch)
     pretrain.main([*SMALL, "--steps", "2", "--eval-steps", "0", "--save", str(tmp_path)])
     capsys.readouterr()
     for words, message in {
-        "--layers 6": f"layers is 6, but 5 in the checkpoint {tmp_path}/step_00000002",
+        "--layers 6": f"--layers is 6, but layers is 5 in the checkpoint {tmp_path}/step_00000002",
         "--steps 2": (
-            f"--load {tmp_path} is already at step 2: --steps 2 leaves nothing to do; use more"
+            f"--load {tmp_path} is already at step 2, so nothing is left to do for "
+            "--steps 2: use a larger value"
         ),
     }.items():
         words = ["--model", "gpt2", "--load", tmp_path, *words.split()]

@@ -176,7 +176,7 @@ def test_changed_data_is_named(recorded, data, tmp_path, checked):
     changed.write_bytes(data.read_bytes().replace(b"line 7 ", b"line 8 ", 1))
     code, out, error = checked(recorded / "record", "--data", changed)
     assert code == 1
-    assert "texts.jsonl (data) has as many bytes, but other contents" in out
+    assert "texts.jsonl (data) has the same size, but different contents" in out
     assert "1 input files of the run have changed" in error
     changed.write_bytes(data.read_bytes() + b'{"text": "more"}\n')
     _, out, _ = checked(recorded / "record", "--data", changed)
@@ -196,7 +196,7 @@ def test_a_changed_token_is_named(data, tmp_path, checked):
         file.write(bytes([byte ^ 1]))
     code, out, error = checked(record)
     assert code == 1
-    changed = "tokens_text_document.bin (data) has as many bytes, but other contents"
+    changed = "tokens_text_document.bin (data) has the same size, but different contents"
     assert out.splitlines() == [changed], "the .idx is as it was"
     assert "1 input files of the run have changed" in error
 
@@ -439,7 +439,7 @@ FORGED = {
     "a tokenizer that is one": (
         lambda v: v["settings"].update(tokenizer="/dev/zero"), "unknown tokenizer"
     ),
-    "data that is one": (lambda v: v["settings"].update(data=["/dev/zero"]), "unknown data"),
+    "data that is one": (lambda v: v["settings"].update(data=["/dev/zero"]), "is not found"),
     "data without a name": (lambda v: v["settings"].update(data=[]), "data"),
     "words for a terminal": (
         lambda v: v["inputs"].update({"import": ["\x1b[2J\nfine.py"]}), "imported ?[2J?fine.py"
@@ -448,7 +448,7 @@ FORGED = {
 # fmt: on
 
 DAMAGES = {
-    "missing": (lambda d: shutil.rmtree(d), "is no record of a run"),
+    "missing": (lambda d: shutil.rmtree(d), "is not the record of a run"),
     "half": (lambda d: (d / "record.json").write_text("{"), "can't be read"),
     "no steps": (lambda d: (d / "steps.jsonl").unlink(), "it has no steps.jsonl"),
     "a wrong step": (lambda d: (d / "steps.jsonl").write_text('{"step": "one"}\n'), "line 1"),

@@ -67,7 +67,7 @@ def test_ctrl_c_saves_and_ends_well(start, tmp_path, words, ignored):
     assert program.end() == 0
     assert "Traceback" not in "".join(program.err)
     assert "stopped by SIGINT: trained steps 1 to" in "".join(program.out)
-    assert "a second one ends it at once" in "".join(program.err)
+    assert "press Ctrl-C again to end it immediately" in "".join(program.err)
     assert saved_step(tmp_path) >= 3
 
 

@@ -138,16 +138,16 @@ class StopSignal:
         advice = _instead_of_sigterm()
         if is_rank_zero() and advice:
             print_error(
-                f"warning: a step took {seconds:.0f} s, saving included, but {PATIENCE:.0f}"
-                f" s after a SIGTERM a rank ends at once, unsaved: {advice}"
+                f"warning: a step took {seconds:.0f} s, including the save, but a rank exits "
+                f"{PATIENCE:.0f} s after a SIGTERM, even if the step is not saved: {advice}"
             )
 
     @staticmethod
     def _say_what_follows() -> None:
         if is_rank_zero():
             print_error(
-                "Ctrl-C: the run ends after this step, and saves if there is --save; "
-                "a second one ends it at once"
+                "Ctrl-C: the run ends after this step, and saves a checkpoint if --save is "
+                "set; press Ctrl-C again to end it immediately"
             )
 
 
@@ -156,11 +156,11 @@ def _instead_of_sigterm() -> str:
     launchers, which do not send SIGTERM."""
     if is_child_of_launcher() and not megazoos_launcher():
         return (
-            "to stop the run, send SIGUSR1 to a rank, which waits for the step; torchrun passes on "
-            "SIGTERM, and kills all ranks 30 s later"
+            "to stop the run, send SIGUSR1 to a rank, which then completes its step; "
+            "torchrun forwards SIGTERM, and kills all ranks 30 s later"
         )
     if "SLURM_JOB_ID" in os.environ:
-        return "to stop the run, send SIGUSR1, which waits for the step: --signal=USR1@300"
+        return "to stop the run, send SIGUSR1, after which it completes its step: --signal=USR1@300"
     return ""
 
 
@@ -184,8 +184,8 @@ def naming_absent_ranks(ctx: ParallelContext):
             teller.join(GRACE + OUT_OF_REACH)
             if teller.is_alive():
                 print_error(
-                    f"rank {ctx.rank} on {os.uname().nodename} can't reach the others any more, "
-                    "nor the job's store: is a node or its network down?"
+                    f"rank {ctx.rank} on {os.uname().nodename} can't reach the other ranks or the "
+                    "job's store: is a node or its network down?"
                 )
         raise
 
@@ -205,6 +205,6 @@ def _tell_absent(ctx: ParallelContext, reason: str) -> None:
     if ctx.rank == min(there) and "timed out" in reason.lower():
         who = ", ".join(name_of(rank, ctx) for rank in absent)
         print_error(
-            f"no word from {who or 'no rank: all waited for each other'}: "
-            f"it stalled longer than the timeout, or died ({reason})"
+            f"no response from {who or 'any rank: all ranks waited for each other'}: it "
+            f"hung for longer than the timeout, or died ({reason})"
         )

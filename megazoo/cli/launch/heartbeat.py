@@ -79,7 +79,7 @@ class _Heart:
                 told = True
                 if self._watch or local_rank() == 0:
                     print_error(
-                        f"rank {self._rank} on {os.uname().nodename} has had no answer of the "
+                        f"rank {self._rank} on {os.uname().nodename} has had no answer from the "
                         f"job's store for {self.silence:.0f} s: is its machine or the network down?"
                     )
         if exchange is not None and not told:
@@ -168,14 +168,14 @@ class Watch:
         if self.is_silent(rank):
             silent = now - self._heard[rank]
             return (
-                f"{self.names[rank]} has said nothing for {silent:.0f} s: it was stopped, or its "
+                f"{self.names[rank]} has not responded for {silent:.0f} s: it was stopped, or its "
                 f"machine or network is down; its last call was {_call(beat)}"
             )
         late = now - self._moved[rank]
         if late > self.lateness:
             return (
-                f"{self.names[rank]} has not entered {where}, in which others have waited for "
-                f"{late:.0f} s; its last call was {_call(beat)}"
+                f"{self.names[rank]} has not called {where}, in which other ranks have waited "
+                f"for {late:.0f} s; its last call was {_call(beat)}"
             )
         return None
 

@@ -45,10 +45,11 @@ def data_parallel_size(tp: int, pp: int, cp: int = 1, dp: int | None = None) -> 
         return data_parallel_size_for(world, tp, pp, dp, cp=cp)
     except UserError as error:
         needed = tp * pp * cp * (dp or 1)
-        replica = f"{product_of(tp, pp, dp, cp=cp)} = {needed}"
+        multiple = "" if dp else "a multiple of "
         command = torchrun_line(needed if dp else ranks_that_fit(world, tp, pp, cp=cp))
         raise UserError(
-            f"a world of {world} ranks does not fit {replica}: use {command}"
+            f"the launcher started {world} ranks, but {product_of(tp, pp, dp, cp=cp)} needs "
+            f"{multiple}{needed}: use {command}"
         ) from error
 
 

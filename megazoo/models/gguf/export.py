@@ -112,45 +112,57 @@ def architecture_of(config: Any, values: dict[str, Any]) -> str:
     family = family_of(config)
     if family not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
-        raise UserError(f"GGUF files are written of {known}; this model is of {family}")
+        raise UserError(f"{family} can't be written as GGUF: only {known} are supported")
     if config.num_labels:
-        raise UserError("GGUF files are written of language models; this is a classifier")
+        raise UserError("a classifier can't be written as GGUF: only language models are supported")
     window, full_layers = getattr(config, "window", 0), getattr(config, "full_layers", 0)
     if 0 < window < config.max_positions and full_layers < config.layers:
         raise UserError(
-            f"GGUF files have no place for the sliding_window {window} of {family}: make it null "
-            "in config.json if each token is to attend to all before it"
+            f"{family} with sliding_window {window} can't be written as GGUF, which does "
+            "not store the window: set sliding_window to null in config.json to use full "
+            "attention"
         )
     for key in sorted(values.keys() - WITH_A_PLACE - WITHOUT_ONE):
         if values[key] != FIXED.get(key):
-            only = f": only {FIXED[key]}" if key in FIXED else ""
-            raise UserError(f"GGUF files have no place for {key} {values[key]!r}{only}")
+            only = f": it must be {FIXED[key]!r}" if key in FIXED else ""
+            raise UserError(f"{key} {values[key]!r} can't be written as GGUF{only}")
     rope = values["rope_parameters"]
     if rope["rope_type"] not in ("default", "linear", "llama3"):
         raise UserError(
-            f"rope_type {rope['rope_type']!r} is not written to GGUF: only linear and llama3"
+            f"rope_type {rope['rope_type']!r} can't be written as GGUF: use default, linear "
+            "or llama3"
         )
     for key, usual in LLAMA3.items() if rope["rope_type"] == "llama3" else ():
         if rope[key] != usual:
-            raise UserError(f"GGUF files of llama3's scaling have {key} {usual}, not {rope[key]}")
+            raise UserError(
+                f"{key} {rope[key]} can't be written as GGUF: it must be {usual} with rope_type "
+                "llama3"
+            )
     return ARCHITECTURES[family]
 
 
 def _check_output(path: Path, overwrite: bool, source: Path) -> None:
     """Raise UserError unless `path` may be written."""
     if path.suffix != ".gguf":
-        raise UserError(f"--to gguf writes one file: give OUTPUT a name such as {path.name}.gguf")
+        raise UserError(
+            f"--to gguf writes one file: use a name such as {path.name}.gguf for OUTPUT"
+        )
     if path.is_symlink() or path.is_dir():
-        raise UserError(f"{path} is a link or a directory: choose another name")
+        raise UserError(f"{path} is a symbolic link or a directory: choose another name")
     if PART.fullmatch(path.name):
-        raise UserError(f"{path} is the name of one of several files: choose another name")
+        raise UserError(
+            f"{path} is named like one part of a model in several files: choose another name"
+        )
     inputs = [source.with_name(name).resolve() for name in names_of_parts(source)]
     if path.resolve() in inputs:
         raise UserError(f"{path} is also the input: choose another name")
     if path.exists() and not overwrite:
-        raise UserError(f"{path} exists: choose another name, or --overwrite")
+        raise UserError(f"{path} already exists: choose another name, or use --overwrite")
     if path.exists() and not is_gguf(path):
-        raise UserError(f"{path} is no GGUF file: move it, or choose another name")
+        raise UserError(
+            f"{path} is not a GGUF file, so --overwrite does not replace it: move it, or "
+            "choose another name"
+        )
 
 
 def _add_config(writer: "gguf.GGUFWriter", values: dict[str, Any], source: ModelSource) -> None:
@@ -283,7 +295,10 @@ def _bytes_of(name: str, piece: torch.Tensor, kind: "gguf.GGMLQuantizationType")
     too large for it."""
     most = {"Q8_0": 127, "F16": 1}.get(kind.name, math.inf) * torch.finfo(torch.float16).max
     if piece.numel() and (largest := piece.abs().max().item()) > most:
-        raise UserError(f"{name} has the value {largest:g}, too large for {kind.name}")
+        raise UserError(
+            f"{name} contains the value {largest:g}, which is too large for {kind.name}: "
+            "use another data type"
+        )
     if kind.name == "Q8_0":
         return library().quantize(piece.float().numpy(), kind).data
     if kind.name == "F16":

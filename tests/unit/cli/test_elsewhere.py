@@ -43,7 +43,7 @@ def test_all_unknown_flags_of_a_line_are_named_at_once(tmp_path):
         parse_flags(Options, line.split(), "")
     start, *hints, end = str(error.value).split("; ")
     assert start == "unknown flags: --tensor-model-parallel-size: write --tp instead"
-    assert hints[0].startswith("--swiglu: omit it: the model's family")
+    assert hints[0].startswith("--swiglu: omit it: --model or --preset")
     assert hints[1:] == ["--hiden-size: did you mean --hidden-size?", "--xqzw"]
     assert end == "--train-iters: write --steps instead (--help lists all)"
     (tmp_path / "run.toml").write_text("train_iters = 5\nhiden_size = 4\n")

@@ -45,7 +45,7 @@ def test_a_rank_that_says_nothing_is_named_once():
     found = looks(watch, *told)
     assert found == [[]] * 4 + [
         [
-            "rank 2 on b has said nothing for 4 s: it was stopped, or its machine or network is "
+            "rank 2 on b has not responded for 4 s: it was stopped, or its machine or network is "
             "down; its last call was train_batch 7"
         ],
         [], [], [],
@@ -64,7 +64,7 @@ def test_a_rank_that_does_not_enter_a_call_is_named():
     told = [beats(at, 8, 7, 8) for at in range(6)]
     assert looks(watch, *told) == [[]] * 4 + [
         [
-            "rank 1 on a has not entered train_batch 8, in which others have waited for 4 s; "
+            "rank 1 on a has not called train_batch 8, in which other ranks have waited for 4 s; "
             "its last call was train_batch 7"
         ],
         [],
@@ -142,8 +142,8 @@ def test_the_others_name_the_absent_rank_while_they_wait(absent, who):
     teller = 2 if who == 0 else 0
     name = rf"rank {who} \(tp 0, pp 0, dp {who}\) on {re.escape(os.uname().nodename)} "
     line = {
-        "stopped": name + r"has said nothing for \d s: .*; its last call was earlier 1\n",
-        "late": name + r"has not entered train_batch 1, in which others have waited for \d s; "
+        "stopped": name + r"has not responded for \d s: .*; its last call was earlier 1\n",
+        "late": name + r"has not called train_batch 1, in which other ranks have waited for \d s; "
         r"its last call was earlier 1\n",
     }
     assert re.fullmatch(line[absent], said[teller])
@@ -192,9 +192,11 @@ def waits_in_vain():
 
 
 def test_who_was_waited_for_in_vain_is_told_once(ranks):
-    told = "no word from rank 1 (tp 0, pp 0, dp 1): it stalled longer than the timeout, or died "
+    told = (
+        "no response from rank 1 (tp 0, pp 0, dp 1): it hung for longer than the timeout, or died "
+    )
     told += "([gloo] Timed out waiting 4000ms)\n"
-    lost = " can't reach the others any more, nor the job's store: is a node or its network down?\n"
+    lost = " can't reach the other ranks or the job's store: is a node or its network down?\n"
     name = os.uname().nodename
     first, absent, last = ranks(waits_in_vain, 3)
     assert first == [told, "", f"rank 0 on {name}{lost}"]
@@ -267,7 +269,9 @@ def test_a_store_that_does_not_answer_is_told_once(capfd, monkeypatch, rank, loc
     finally:
         heart.close()
     said += capfd.readouterr().err
-    line = rf"rank {rank} on {re.escape(os.uname().nodename)} has had no answer of the job's store "
+    line = (
+        rf"rank {rank} on {re.escape(os.uname().nodename)} has had no answer from the job's store "
+    )
     line += r"for \d+ s: is its machine or the network down\?\n"
     assert re.fullmatch(line if tells else "", said)
 
@@ -285,8 +289,8 @@ class Clock:
 LAUNCHERS = [
     ({}, None),
     ({"MEGAZOO_LAUNCHER": "7"}, None),
-    ({"SLURM_JOB_ID": "7"}, "the step: --signal=USR1@300\n"),
-    ({"TORCHELASTIC_RUN_ID": "x"}, "torchrun passes on SIGTERM, and kills all ranks 30 s later\n"),
+    ({"SLURM_JOB_ID": "7"}, "its step: --signal=USR1@300\n"),
+    ({"TORCHELASTIC_RUN_ID": "x"}, "torchrun forwards SIGTERM, and kills all ranks 30 s later\n"),
 ]
 
 
@@ -306,8 +310,10 @@ def test_steps_longer_than_a_launcher_waits_are_told_once_under_it(monkeypatch, 
         assert [bool(text) for text in said] == [False, False, advice is not None, False]
         if advice is None:
             continue
-        start = "warning: a step took 45 s, saving included, but 20 s after a SIGTERM a rank ends "
-        assert said[2].startswith(start + "at once, unsaved: to stop the run, ")
+        start = (
+            "warning: a step took 45 s, including the save, but a rank exits 20 s after a SIGTERM, "
+        )
+        assert said[2].startswith(start + "even if the step is not saved: to stop the run, ")
         assert said[2].endswith(advice)
 
 

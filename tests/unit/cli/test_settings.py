@@ -122,9 +122,9 @@ def test_rotary_scaling_takes_seq_length_past_max_positions(tmp_path):
         with pytest.raises(UserError) as refused:
             check_run(*given, dp=1)
     what = (
-        "seq-length 257 exceeds the model's max-positions 64, which its rotary scaling takes to 256"
+        "seq-length 257 exceeds the model's max-positions 64, extended to 256 by its rotary scaling"
     )
-    assert str(refused.value) == f"{what}: use at most that, or a larger --max-positions"
+    assert str(refused.value) == f"{what}: use a smaller --seq-length, or a larger --max-positions"
 
 
 BAD_INPUT = {
@@ -143,7 +143,7 @@ BAD_INPUT = {
     "--micro-batch-size 0": "micro-batch-size 0 must be at least 1",
     "--seq-length 512": (
         "seq-length 512 exceeds the model's max-positions 256: "
-        "use at most that, or a larger --max-positions"
+        "use a smaller --seq-length, or a larger --max-positions"
     ),
     "--vocab-size 100": (
         "vocab-size 100 is smaller than the 257 of the tokenizer byte: use --vocab-size 257"
@@ -158,7 +158,7 @@ BAD_INPUT = {
     "--sequence-parallel=maybe": "--sequence-parallel is 'maybe': use one of True, False",
     "--profile-steps 1": "--profile-steps needs 2 values",
     "--lr nan": "lr nan must be 0 or more",
-    "--lr 1e-4 --min-lr 1e-3": "min-lr 0.001 exceeds lr 0.0001: set both",
+    "--lr 1e-4 --min-lr 1e-3": "--min-lr 0.001 exceeds --lr 0.0001: use a smaller --min-lr",
     "--warmup-steps 500": "warmup-steps 500 exceeds the 400 steps of the learning-rate "
     "schedule: use fewer",
     "--dropout 1": "dropout 1.0 must be below 1",
@@ -166,12 +166,12 @@ BAD_INPUT = {
     "--steps": "--steps needs a value",
     "stray": "unexpected argument stray: it does not belong to a flag (see --help)",
     "--compile x": "unexpected argument x: it does not belong to a flag (see --help)",
-    "--profile-steps a b": "--profile-steps is ['a', 'b']: it must be whole numbers",
+    "--profile-steps a b": "--profile-steps is ['a', 'b']: all values must be whole numbers",
     "--preset Qwen/Qwen3-1B": "unknown model or preset 'Qwen/Qwen3-1B'; to load a model of "
     "the Hugging Face hub with its weights, use --load Qwen/Qwen3-1B or megazoo.from_pretrained(",
     "--load Qwen/Qwen3-1B": "Qwen/Qwen3-1B is not a directory, and no model of that name is in the",
-    "--data wikitext": "unknown data 'wikitext': there is stdlib",
-    "--split 1": "split '1' is not two or three shares such as 95,5 or 98,1,1",
+    "--data wikitext": "--data 'wikitext' is not found, or not supported: use stdlib",
+    "--split 1": "--split '1' is not valid: use two or three proportions",
     "--tokenizer bpe": "unknown tokenizer 'bpe': there is byte",
     "--load /nowhere": "/nowhere is not a directory",
     "--load tests": (
@@ -186,22 +186,22 @@ BAD_INPUT = {
     "--save LICENSE/run": f"--save: {ROOT}/LICENSE is not a directory",
     "--metrics LICENSE/run": "--metrics: LICENSE is not a directory",
     "--config docs/loss.png": "--config docs/loss.png is not TOML:",
-    "--split nan,5": "split 'nan,5' is not two or three shares such as 95,5",
+    "--split nan,5": "--split 'nan,5' is not valid",
     "--metrics tests": "--metrics tests is a directory",
     "--data 0.5 stdlib 0.5": (
-        "data '0.5 stdlib 0.5' is neither one source nor weights and sources in turn"
+        "--data '0.5 stdlib 0.5' is not valid: use one source, or alternating weights and sources"
     ),
     "--data 0 stdlib 1 stdlib": "the weights of a blend must be above 0: 0, 1",
     "--epochs 2 --steps 3": "give steps or epochs, not both",
     "--epochs 0": "epochs 0 must be at least 1",
     "--data-workers -1": "data-workers -1 must be 0 or more",
-    "--save=": "--save is empty: name a directory",
-    "--load=": "--load is empty: name a directory",
-    "--config=": "--config is empty: name a directory",
-    "--import=": "--import is empty: name a directory",
-    "--metrics=": "--metrics is empty: name a directory",
-    "--tokenizer=": "--tokenizer is empty: name it",
-    "--data=": "--data is empty: name a directory",
+    "--save=": "--save is empty: pass a directory",
+    "--load=": "--load is empty: pass a directory",
+    "--config=": "--config is empty: pass a directory",
+    "--import=": "--import is empty: pass a directory",
+    "--metrics=": "--metrics is empty: pass a directory",
+    "--tokenizer=": "--tokenizer is empty: pass a name",
+    "--data=": "--data is empty: pass a directory",
     "--save a\udc80b": "--save is 'a\\udc80b': it must be text in UTF-8, without NUL",
     "--save a\0b": "--save is 'a\\x00b': it must be text in UTF-8, without NUL",
     "--steps 1e23": "--steps is '1e23': it must be an int",
@@ -233,18 +233,18 @@ def test_bad_input_ends_with_one_line_and_exit_code_2(capsys, monkeypatch):
 
 
 def test_an_empty_word_after_a_flag_is_refused_and_so_is_an_empty_argument():
-    with pytest.raises(UserError, match=r"^--save is empty: name a directory"):
+    with pytest.raises(UserError, match=r"^--save is empty: pass a directory"):
         CommandLine.read(["--save", "", "--steps", "3"]).options()
     with pytest.raises(UserError, match=r"^--data is empty"):
         CommandLine.read(["--data", "0.5", "a", "0.5", ""]).options()
     for words in (["", "b"], ["a", ""], ["a", "--overwrite", ""], ["--tp", "2", "a", ""]):
-        with pytest.raises(UserError, match=r"^an argument is empty: name a directory or file"):
+        with pytest.raises(UserError, match=r"^an argument is empty: pass a directory or file"):
             parse_flags(ConversionOptions, words, "")
 
 
 TOML = {
-    'save = ""': "save is empty: name a directory",
-    'data = ["a", ""]': "data is empty: name a directory",
+    'save = ""': "save is empty: pass a directory",
+    'data = ["a", ""]': "data is empty: pass a directory",
     "save = 5": "save is 5: it must be a path",
     'tp = "two"': "tp is 'two': it must be an int",
     "tp = 2.0": "tp is 2.0: it must be an int",

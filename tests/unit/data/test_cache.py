@@ -156,7 +156,7 @@ def test_links_are_never_written_through(tmp_path, monkeypatch):
         link.symlink_to(victim)
         with pytest.raises(UserError) as caught:
             cached_tokens(path, "byte", CHATML)
-        problem = "is a link, and another file would be overwritten: remove it"
+        problem = "is a symbolic link, and writing to it would overwrite another file"
         assert str(caught.value) == f"{link} {problem}"
         assert victim.read_text() == "years of work"
         link.unlink()

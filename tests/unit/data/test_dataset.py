@@ -80,16 +80,14 @@ def test_weights_and_sources_are_told_apart_and_what_is_neither_is_refused():
         (0.98, 0.01, 0.01),
     )
     for words in (["stdlib", "mock"], ["1", "stdlib", "2"], [], ["stdlib", "1", "mock", "2"]):
-        with pytest.raises(
-            UserError, match="is neither one source nor weights and sources in turn"
-        ):
+        with pytest.raises(UserError, match="use one source, or alternating weights and sources"):
             check_data(words, "95,5")
     for split in ["95", "a,b", "0,5", "-1,2", "1,2,3,4", "nan,1", "1,inf"]:
-        with pytest.raises(UserError, match="is not two or three shares such as 95,5 or 98,1,1"):
+        with pytest.raises(UserError, match="is not valid: use two or three proportions"):
             check_data(["stdlib"], split)
     with pytest.raises(UserError, match="the weights of a blend must be above 0: 1, -2"):
         check_data("1 stdlib -2 mock".split(), "95,5")
-    with pytest.raises(UserError, match="unknown data 'wikitext': there is stdlib"):
+    with pytest.raises(UserError, match="--data 'wikitext' is not found"):
         check_data("1 stdlib 2 wikitext".split(), "95,5")
     with pytest.raises(UserError, match="unknown tokenizer 'bpe': there is byte"):
         open_tokenizer("bpe")

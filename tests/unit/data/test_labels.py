@@ -110,7 +110,7 @@ def test_batches_are_padded_with_the_pad_token_and_replicas_have_their_rows(tmp_
             assert batch["labels"].dtype == batch["input_ids"].dtype == torch.int64
             assert Batches(blend, 10, ctx, PAD).tokens(0) == sum(map(len, wanted))
     cut = sum(len(expected_ids(row, 999)) > seq_length for row in rows)
-    told = f"{path}: {cut} rows are longer than seq-length {seq_length} and are truncated"
+    told = f"{path}: {cut} rows are longer than --seq-length {seq_length} and are truncated"
     assert said == ([told] if cut else [])
     with pytest.raises(UserError, match="rows need a pad_token_id"):
         Batches(blend, 10, ParallelContext())(0)

@@ -69,7 +69,9 @@ def test_each_stage_is_one_ranks(name, pp, virtual, expected):
 def test_a_placement_that_cannot_be_is_refused():
     with pytest.raises(UserError, match="unknown placement 'w': there are loop and v"):
         ParallelContext.virtual(pp=2, placement="w")
-    with pytest.raises(UserError, match="placement v has two stages a rank, not 1: use virtual-pp"):
+    with pytest.raises(
+        UserError, match="placement v has two stages per rank, not 1: use virtual-pp"
+    ):
         ParallelContext.virtual(pp=2, placement="v")
 
 
@@ -110,7 +112,7 @@ def test_an_axis_is_folded_into_dp_and_cp(sizes):
 
 def test_an_axis_that_can_not_be_folded_is_refused():
     for folded, why in (
-        ({"toy": 3}, "toy 3 does not divide dp x cp = 4"),
+        ({"toy": 3}, "dp x cp = 4 is not divisible by the folded axis toy 3"),
         ({"tp": 2}, "can't be called 'tp'"),
         ({"Toy_2": 2}, "can't be called 'Toy_2'"),
         ({"toy": 0}, "toy must be a whole number"),

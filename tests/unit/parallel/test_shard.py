@@ -66,11 +66,11 @@ def test_a_folded_axis_cuts_evenly_and_alone():
     with pytest.raises(UserError, match=r"weight has 5 .* can't be split evenly over toy 2"):
         module.add_parameter("weight", CUT)
     shards = (Shard(0, (4,), axis="toy"), Shard(1, (8,), axis="other"))
-    with pytest.raises(UserError, match="weight is cut over toy and other"):
+    with pytest.raises(UserError, match="weight is sharded over toy and other"):
         module.add_parameter("weight", ParameterSpec((4, 8), shards))
     for axis in ("dp", "token_axis"):
         spec = ParameterSpec((4, 8), Shard(0, (4,), axis=axis))
-        with pytest.raises(UserError, match=f"weight is cut over {axis}: "):
+        with pytest.raises(UserError, match=f"weight is sharded over {axis}: "):
             module.add_parameter("weight", spec)
     ShardedModule(ParallelContext.virtual(dp=2)).add_parameter("weight", CUT)
 
