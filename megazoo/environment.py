@@ -205,7 +205,8 @@ def _adopt_slurm(environment: MutableMapping[str, str]) -> None:
     first = re.match(r"([^\[,]+)(?:\[(\d+))?", nodes)
     if not first:
         raise UserError(
-            f"the variable SLURM_STEP_NODELIST is {reprlib.repr(nodes)}: no node's name"
+            f"the variable SLURM_STEP_NODELIST is {reprlib.repr(nodes)}: it must be a list "
+            "of node names"
         )
     tasks = "SLURM_STEP_TASKS_PER_NODE"
     per_node = _expanded(tasks if tasks in environment else "SLURM_NTASKS", environment)
@@ -226,7 +227,7 @@ def _expanded(name: str, environment: Mapping[str, str]) -> list[int]:
     whole = re.fullmatch(f"{one}(,{one})*", counts)
     if not whole or not 0 < sum(times for _, times in pairs) <= MOST_RANKS:
         raise UserError(
-            f"the variable {name} is {reprlib.repr(environment[name])}: it is no list of tasks "
-            "per node such as 4(x2),3"
+            f"the variable {name} is {reprlib.repr(environment[name])}: it must be a list "
+            "of tasks per node, such as 4(x2),3"
         )
     return [count for count, times in pairs for _ in range(times)]

@@ -49,19 +49,19 @@ class Options:
     case: tyro.conf.Positional[
         Annotated[str, tyro.conf.arg(metavar="{" + ",".join((*CASES, "all")) + "}")]
     ] = "all"
-    """Which comparison."""
+    """Name of the comparison to run, or all."""
     pairs: int = 5
-    """Runs of each side, in turn, after one of each that does not count; or of each size."""
+    """Number of alternating runs of each side, or of each size, after one warm-up run."""
     gigabytes: float = 4.0
     """Size of the model whose checkpoints are converted; `scaling` converts a quarter of it, and
     less."""
     directory: File = None
-    """Where to write what is measured: a disk with room for five such models; the temporary
-    directory by default."""
+    """Directory for the measured files, with room for five such models. By default, it is the
+    temporary directory."""
     json: File = None
     """File for the numbers."""
     picture: File = None
-    """PNG to draw the curves of `scaling` in. It needs matplotlib."""
+    """PNG file for the curves of `scaling`. It needs matplotlib."""
 
 
 def main(arguments: list[str]) -> None:
@@ -72,10 +72,10 @@ def main(arguments: list[str]) -> None:
         "TQDM_DISABLE": "1",
     }
     if options.case not in (*CASES, "all"):
-        raise UserError(f"no case {options.case}: there are {', '.join(CASES)} and all")
+        raise UserError(f"unknown case {options.case!r}: use one of {', '.join(CASES)}, or all")
     if options.picture:
         if options.case != "scaling":
-            raise UserError("--picture draws the curves of scaling: name that case")
+            raise UserError("--picture draws the curves of the case scaling: pass that case")
         picture.pyplot()  # raises before the measurements if matplotlib is missing
     setup = Setup(options.pairs, options.gigabytes, options.directory)
     print(f"{machine()}\n")

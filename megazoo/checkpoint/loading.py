@@ -95,8 +95,8 @@ def _check_adapters(checkpoint: Checkpoint, model) -> None:
     for key in sorted(stored.keys() | ours.keys()):
         if stored.get(key) != ours.get(key):
             raise UserError(
-                f"{checkpoint.path} has adapters with {key} {stored.get(key)}, the model's have "
-                f"{ours.get(key)}: add the same adapters to the model"
+                f"{checkpoint.path} has adapters with {key} {stored.get(key)}, but the model's "
+                f"adapters have {ours.get(key)}: add the same adapters to the model"
             )
     held = {entry.name for entry in saved_entries(model)}
     for entry in model.entries():

@@ -221,7 +221,10 @@ def _check_base(manifest: Manifest) -> None:
     adapters, base = manifest.adapters, manifest.base
     if (adapters is None) != (base is None):
         missing = "adapters" if adapters is None else "base"
-        raise UserError(f"{missing} is missing: a checkpoint has adapters and their base, or none")
+        raise UserError(
+            f"{missing} is missing: a checkpoint must contain both adapters and their base, "
+            "or neither"
+        )
     if adapters is None or base is None:
         return
     texts = [*adapters.targets, *adapters.rank_pattern, *adapters.alpha_pattern, base.path or "-"]

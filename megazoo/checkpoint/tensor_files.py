@@ -54,7 +54,9 @@ class TensorFiles:
         for (file, name), kind in zip(places, kinds, strict=True):
             if kind not in DTYPES:
                 known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-                raise UserError(f"{self.directory / file}: {name} is of {kind}: there are {known}")
+                raise UserError(
+                    f"{self.directory / file}: {name} has the data type {kind}: use one of {known}"
+                )
         return reduce(torch.promote_types, kinds)
 
     def box(self, file: str, name: str, shape: tuple[int, ...], box: Box) -> torch.Tensor:
@@ -104,7 +106,7 @@ class _Pickled:
             raise ValueError("it does not hold named tensors")
         for name in self.tensors:
             if not isinstance(name, str):
-                raise ValueError(f"it has a tensor whose name is no text: {name!r}")
+                raise ValueError(f"it has a tensor whose name is not a string: {name!r}")
 
     def keys(self):
         return self.tensors.keys()

@@ -61,21 +61,22 @@ class ModelOptions:
     layers: Size = None
     """Number of transformer blocks."""
     heads: Size = None
-    """Number of attention heads. tp need not divide it, but no rank may get more than 1.25 times
-    the average."""
+    """Number of attention heads. --tp need not divide it, but no rank may get more than 1.25 times
+    the average number of heads."""
     kv_heads: Size = None
-    """Number of key/value heads (grouped-query attention), sharded like the heads. If tp is larger,
-    tp must be a multiple of it and must divide --heads; each key/value head is then replicated."""
+    """Number of key/value heads (grouped-query attention). They are sharded over --tp like the
+    heads. If --tp exceeds this number, --tp must be a multiple of it and must divide --heads; each
+    key/value head is then replicated on several ranks."""
     ffn_size: Size = None
-    """Hidden size of the MLP; 4 x hidden-size in GPT-2. tp need not divide it."""
+    """Hidden size of the MLP. In GPT-2 it is 4 x --hidden-size. --tp need not divide it."""
     vocab_size: Size = None
-    """Size of the vocabulary. tp need not divide it."""
+    """Number of tokens in the vocabulary. --tp need not divide it."""
     max_positions: Size = None
-    """Longest sequence for which the model has positions. RoPE scaling may extend it."""
+    """Maximum sequence length of the model, in tokens. RoPE scaling may extend it."""
     dropout: Rate = None
-    """Dropout probability, everywhere the model has dropout."""
+    """Dropout probability of all dropout layers of the model."""
     tie_embeddings: Switch = None
-    """Whether the output head shares the weights of the embedding."""
+    """Share one weight matrix between the embedding and the output head."""
     num_labels: Annotated[int | None, unset("INT", "the checkpoint's")] = None
     """Train a sequence classifier with this many labels (1: regression) on JSONL lines with text
     and label. A language-model head loaded with --load is replaced by a new one."""
@@ -87,9 +88,10 @@ class ParallelOptions:
 
     tp: int = 1
     """Tensor-parallel size: number of ranks that each layer is sharded over."""
-    dp: Annotated[int | None, unset("INT", "world / (tp x pp x cp)")] = None
-    """Data-parallel size: number of replicas. A single process starts this many replicas on this
-    machine. Under a launcher it must be equal to the default."""
+    dp: Annotated[int | None, unset("INT", "number of ranks / (tp x pp x cp)")] = None
+    """Data-parallel size: number of replicas of the model, each of tp x pp x cp ranks. Without a
+    launcher, the program starts the ranks of all replicas on this machine (default: one replica).
+    Under a launcher such as torchrun, the default is the only valid value."""
     pp: int = 1
     """Pipeline-parallel size: number of ranks that the layers are partitioned over."""
     virtual_pp: int = 1
@@ -114,8 +116,8 @@ class ParallelOptions:
     weight gradients into idle time: one third of the 1F1B bubble, but more memory on later stages.
     """
     zero: Literal[0, 1] = 0
-    """1: shard the optimizer's state and update over the replicas (ZeRO-1). Each rank stores and
-    updates 1 / (dp x cp) of them."""
+    """ZeRO stage. 1: shard the state and the update of the optimizer over the replicas; each rank
+    stores and updates 1 / (dp x cp) of them. 0: every replica stores all of it."""
     offload_optimizer: bool = False
     """Store the optimizer's state in CPU memory, and run the update on the CPU."""
     timeout: float = 600.0
@@ -142,9 +144,9 @@ class TrainingOptions:
         ),
     ] = TO_FILL
     """Total number of optimizer steps, including those before a resume."""
-    epochs: Annotated[int | None, unset("INT", "1 where --steps has no default")] = None
-    """Number of passes over the training data, instead of --steps. The last batch may extend past
-    the end of the data."""
+    epochs: Annotated[int | None, unset("INT", "1, unless --steps is set or has a default")] = None
+    """Length of the run in passes over the training data, instead of --steps. The last batch may
+    contain some samples of the next pass."""
     global_batch_size: Annotated[
         Filled[int],
         unset(
@@ -206,9 +208,9 @@ class LoRAOptions:
     matrices are trained."""
 
     lora_rank: Annotated[int | None, unset("INT", "no adapters")] = None
-    """Rank of the adapters. 0: no adapters."""
+    """Rank of new LoRA adapters. 0: no adapters."""
     lora_alpha: Annotated[float | None, unset("FLOAT", "16")] = None
-    """Scale of the adapters: their output is multiplied by lora-alpha / lora-rank."""
+    """Scale of the adapters: their output is multiplied by --lora-alpha / --lora-rank."""
     lora_dropout: Annotated[float | None, unset("FLOAT", "0")] = None
     """Dropout probability on the inputs of the adapters."""
     lora_targets: Annotated[str | None, unset("NAMES", "q,v")] = None
@@ -216,8 +218,8 @@ class LoRAOptions:
     names; or all-linear. If the Hugging Face model has one matrix for q, k and v (GPT-2, MPT), each
     of the three selects that matrix."""
     lora_rslora: Annotated[bool | None, unset("", "off")] = None
-    """Scale by lora-alpha / sqrt(lora-rank) instead (rank-stabilized LoRA). --no-lora-rslora turns
-    it off."""
+    """Scale the output of the adapters by --lora-alpha / sqrt(--lora-rank) (rank-stabilized LoRA).
+    --no-lora-rslora turns it off."""
     lora_load: File = None
     """Start from existing LoRA adapters: a PEFT directory, or a checkpoint of a LoRA run, which is
     resumed. The base model comes from --load; by default from the checkpoint."""
@@ -267,7 +269,7 @@ class OptimizerOptions:
     """Number of Newton-Schulz iterations in Muon."""
     ns_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Data type of the Newton-Schulz iterations. auto: float32 on CPUs, bfloat16 on CUDA."""
-    min_lr: Annotated[Filled[float], unset("FLOAT", "lr / 10")] = TO_FILL
+    min_lr: Annotated[Filled[float], unset("FLOAT", "--lr / 10")] = TO_FILL
     """Final learning rate after decay."""
     lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """Decay of the learning rate after the warm-up. wsd (warmup-stable-decay): constant, then
@@ -279,8 +281,10 @@ class OptimizerOptions:
         ),
     ] = TO_FILL
     """Number of warm-up steps, in which the learning rate rises linearly from 0."""
-    lr_decay_steps: Annotated[Filled[int], unset("INT", "steps; after --load, as before")] = TO_FILL
-    """Step at which the learning rate reaches min-lr."""
+    lr_decay_steps: Annotated[
+        Filled[int], unset("INT", "--steps; in a resumed run, that of the checkpoint")
+    ] = TO_FILL
+    """Step at which the learning rate reaches --min-lr."""
     weight_decay: float = 0.1
     """Decoupled weight decay. Biases and norms have none."""
     clip_grad: float = 1.0
@@ -308,7 +312,7 @@ class DataOptions:
     """Proportions of the documents for training, validation and, optionally, a test at the end of
     the run."""
     tokenizer: Annotated[
-        str | None, unset("NAME", "what is beside the model of --load, or byte")
+        str | None, unset("NAME", "that of the model of --load, otherwise byte")
     ] = None
     """Tokenizer: byte (one token per byte, plus one that ends a document); a directory or file of a
     tokenizer; or org/name on the Hugging Face hub. See docs/data.md."""
@@ -355,9 +359,10 @@ class CheckpointOptions(VerifyOption):
     """What to do when a checkpoint cannot be written, for example because the disk is full. stop:
     end the run. continue: print a warning and continue training."""
     load: File = None
-    """Checkpoint to resume from: a directory of --save, or one step in it. Only the weights are
-    loaded from a Hugging Face directory, from org/name[@revision] on the Hugging Face hub, and
-    together with --lora-rank or --lora-load."""
+    """Checkpoint or model to start from. A directory of --save, or one step in it, resumes the run.
+    A Hugging Face directory, org/name[@revision] on the Hugging Face hub, a Megatron-LM checkpoint
+    or a GGUF file starts a new run from its weights. With --lora-rank or --lora-load, this is the
+    base model of the adapters."""
     load_weights_only: bool = False
     """Load only the weights of --load, and start a new run with them."""
 
@@ -369,8 +374,8 @@ class EvaluationOptions:
     eval_interval: int = 100
     """Steps between evaluations. 0: only at the end."""
     eval_steps: int = 20
-    """Number of batches per evaluation. 0: no evaluation. If the data is too short, it is repeated,
-    and rows of a classifier may count more than once."""
+    """Number of batches per evaluation. 0: no evaluation. If the data has fewer batches, it is
+    repeated, so rows of a classifier may count more than once."""
 
 
 @dataclass

@@ -21,7 +21,7 @@ class SamplingOptions(InferenceOptions):
     """Sampling temperature: below 1 favors likely tokens, above 1 favors unlikely ones. 0: greedy.
     """
     top_k: Annotated[int | None, unset("INT", "all")] = None
-    """Sample only from this number of most likely tokens."""
+    """Number of most likely tokens to sample from."""
     top_p: Annotated[float | None, unset("FLOAT", "1")] = None
     """Sample only from the most likely tokens whose probabilities add up to this value."""
     seed: int = 0

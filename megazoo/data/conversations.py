@@ -30,8 +30,8 @@ def template_of(given: str | None, tokenizer: Tokenizer) -> str:
         given = as_text(read_bytes(Path(given)))
     if not is_jinja(given) and given.count(CONTENT) != 1:
         raise UserError(
-            f"chat-template {given!r} must be Jinja, or contain {CONTENT} once (and optionally "
-            f"{ROLE})"
+            f"chat template {given!r} is not valid: use Jinja, or a text that contains "
+            f"{CONTENT} once (and optionally {ROLE})"
         )
     return given
 

@@ -161,7 +161,8 @@ def encoding_workers(recipe: Recipe, dtype: np.dtype, count: int) -> Iterator[Ca
             yield _encode_in(pool, recipe, most_waiting=2 * count)
         except BrokenProcessPool as error:  # from a result, or from submit
             raise UserError(
-                "a worker died (out of memory?): the same command goes on where it stood",
+                "a worker process died (possibly out of memory): run the same command again to "
+                "continue",
                 exit_code=1,
             ) from error
 

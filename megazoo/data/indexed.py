@@ -52,8 +52,10 @@ class IndexedTokens:
                 f"{index} is not an index of version 1 (it begins with {magic!r}, {version})"
             )
         if code not in DTYPES:
-            kind = "floating-point numbers" if code in (6, 7) else "unknown"
-            raise UserError(f"{index}: dtype code {code} is of {kind}: tokens are integers")
+            kind = "floating-point" if code in (6, 7) else "unknown"
+            raise UserError(
+                f"{index}: dtype code {code} stands for {kind} numbers, but tokens must be integers"
+            )
         needed = HEADER.size + 12 * sequences + 8 * boundaries
         if len(data) not in (needed, needed + sequences):  # modes add one byte per sequence
             raise UserError(f"{index} has {len(data)} bytes, but its header needs {needed}")
@@ -72,7 +74,8 @@ class IndexedTokens:
         self.tokens = _mapped(tokens, self.dtype)
         if not boundaries or self.documents[[0, -1]].tolist() != [0, sequences]:
             raise UserError(
-                f"{index}: the documents' boundaries don't go from 0 to its {sequences} sequences"
+                f"{index}: the boundaries of its documents must run from 0 to {sequences}, the "
+                "number of its sequences"
             )
 
     def __len__(self) -> int:
@@ -97,8 +100,8 @@ class IndexedTokens:
         start = offset // item
         if offset < 0 or offset % item or length < 0 or start + length > len(self.tokens):
             raise UserError(
-                f"{self.index}: sequence {index} can't be: "
-                f"{length} tokens at byte {offset} of {len(self.tokens) * item}",
+                f"{self.index}: sequence {index} is out of range: {length} tokens at byte "
+                f"{offset} of {len(self.tokens) * item}",
                 exit_code=1,
             )
         return start, start + length
@@ -188,8 +191,8 @@ class Stream:
 
     def _refuse(self, first: int, last: int) -> NoReturn:
         raise UserError(
-            f"{self.source.index}: sequences {first} to {last - 1} "
-            "don't lie end to end in the .bin",
+            f"{self.source.index}: sequences {first} to {last - 1} are not contiguous in "
+            "the .bin file",
             exit_code=1,
         )
 

@@ -107,7 +107,8 @@ def shares_of(weights: Sequence[float]) -> np.ndarray:
     shares = np.diff(ends, prepend=0)
     if (shares < 1).any():
         raise UserError(
-            f"the weight {exact[shares.argmin()]:g} is less than a millionth of the blend"
+            f"the weight {exact[shares.argmin()]:g} is less than a millionth of the sum of "
+            "the weights: use a larger weight, or remove its source"
         )
     return shares
 

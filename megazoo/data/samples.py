@@ -99,7 +99,7 @@ class PackedDataset:
         """Raise UserError for the first token outside the vocabulary."""
         number, place = np.argwhere((rows < 0) | (rows >= self.vocab_size))[0].tolist()
         raise UserError(
-            f"{self.name}: token {rows[number, place]} at place "
+            f"{self.name}: token {rows[number, place]} at position "
             f"{self.first + int(starts[number]) + place:,} is outside the vocabulary of "
             f"{self.vocab_size}",
             exit_code=1,

@@ -128,7 +128,7 @@ class TextStream:
             return None
         if not isinstance(value, str):
             raise UserError(
-                f"data {self.name!r}, document {number + 1}: its {COLUMN} is no string: "
+                f"data {self.name!r}, document {number + 1}: its {COLUMN} is not a string: "
                 f"{brief(value)}",
                 exit_code=1,
             )
@@ -141,7 +141,7 @@ class TextStream:
         except (ValueError, RecursionError) as error:
             value = error
         if not isinstance(value, dict):
-            told = value if isinstance(value, Exception) else "it is no object"
+            told = value if isinstance(value, Exception) else "it is not an object"
             raise UserError(f"data {self.name!r}, document {number + 1}: {told}", exit_code=1)
         return value
 

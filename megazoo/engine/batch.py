@@ -181,8 +181,8 @@ def _whole_of_parts(
     check_number("sequence_length", length, 1, whole=True)
     if not task.labels_are_of_tokens or "labels" in tokens:
         raise UserError(
-            "labels go with whole sequences: give targets, shifted before they were cut, or no "
-            "sequence_length"
+            "labels cannot be combined with sequence_length, because they are shifted by "
+            "one token: pass targets, shifted before the split, or omit sequence_length"
         )
     padded, whole = padded_length(length, ctx), {}
     cut, part = SequenceCut.of(padded, ctx), padded // ctx.cp_size

@@ -60,7 +60,7 @@ class HarnessModel(TemplateLM):
     ):
         super().__init__()
         if model.config.num_labels:
-            raise UserError("a classifier has no likelihoods of texts: give a language model")
+            raise UserError("a classifier has no likelihoods of texts: use a language model")
         max_length = model.config.max_positions if max_length is None else max_length
         for name, value in (("batch_size", batch_size), ("max_gen_toks", max_gen_toks)):
             check_number(name, value, 1, whole=True)
@@ -117,8 +117,8 @@ class HarnessModel(TemplateLM):
         for (_, continuation), before, scored in requests:
             if not 0 < len(scored) <= self.max_length:
                 raise UserError(
-                    f"the continuation {brief(continuation)} has {len(scored)} tokens of its own: "
-                    f"from 1 to {self.max_length} can be scored"
+                    f"the continuation {brief(continuation)} has {len(scored)} tokens: it must "
+                    f"have from 1 to {self.max_length}"
                 )
             # a context of spaces only is scored as part of the continuation
             ids = [*(before or [self.prefix_token_id]), *scored][-self.max_length - 1 :]
@@ -250,8 +250,8 @@ class HarnessModel(TemplateLM):
         new, saved, eos = settings.pop("max_gen_toks"), self.model.generation, self.eot_token_id
         if new >= self.max_length:
             raise UserError(
-                f"max_gen_toks {new} leaves no room for a prompt: "
-                f"the model takes {self.max_length} tokens"
+                f"max_gen_toks {new} leaves no room for a prompt: the model supports "
+                f"{self.max_length} tokens in total"
             )
         if not settings["do_sample"]:
             settings.pop("temperature", None)

@@ -288,10 +288,11 @@ def _choice_row(
         whole, same = begin + whole, same + len(begin)
     scored = len(whole) - same
     if scored < 1:
-        raise UserError(f"the choice {continuation!r} has no token of its own")
+        raise UserError(f"the choice {continuation!r} adds no token to its context")
     if scored > longest:
         raise UserError(
-            f"the choice {continuation!r} has {scored} tokens, the model takes {longest}"
+            f"the choice {continuation!r} has {scored} tokens, but the model supports at "
+            f"most {longest}"
         )
     whole = whole[-longest - 1 :]
     return whole, len(whole) - scored

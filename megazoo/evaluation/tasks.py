@@ -55,7 +55,7 @@ def find_tasks(words: str) -> tuple[list[str], TaskManager]:
     """
     named = [word.strip() for word in words.split(",") if word.strip()]
     if not named:
-        raise UserError("--tasks is empty: name tasks, YAML files or directories")
+        raise UserError("--tasks is empty: pass names of tasks, YAML files or directories")
     files = {word: Path(word).resolve() for word in named if word.endswith((".yaml", ".yml"))}
     groups = {word: GROUP.search(_read(word)) for word in files}
     beside = [path.parent for word, path in files.items() if groups[word]]
@@ -75,7 +75,7 @@ def find_tasks(words: str) -> tuple[list[str], TaskManager]:
             some = manager.match_tasks([word])
         if not some:
             known = "" if word in directories else nearest(word, manager.all_tasks)
-            raise UserError(f"--tasks: there is no task {word}{known}")
+            raise UserError(f"--tasks: unknown task {word}{known}")
         found += some
     return list(dict.fromkeys(found)), manager
 

@@ -115,7 +115,8 @@ class GenerationSettings:
         for name in given:
             if name not in names:
                 raise UserError(
-                    f"generate has no {name}{nearest(name, names)}; there are {', '.join(names)}"
+                    f"generate has no argument {name}{nearest(name, names)}; supported: "
+                    f"{', '.join(names)}"
                 )
         ids = {name: saved[name] for name in ("eos_token_id", "pad_token_id") if name in saved}
         return cls(**{**ids, **given})
@@ -153,16 +154,16 @@ class GenerationSettings:
             raise UserError("do_sample and num_beams above 1 exclude each other")
         if self.num_return_sequences > self.num_beams and not self.do_sample:
             raise UserError(
-                f"num_return_sequences {self.num_return_sequences} needs do_sample, "
-                "or num_beams of at least as many"
+                f"num_return_sequences {self.num_return_sequences} needs do_sample=True, or "
+                f"num_beams of at least {self.num_return_sequences}"
             )
         if self.stop and self.tokenizer is None:
             raise UserError("stop also needs the argument tokenizer")
         for token in (*self.eos_token_id, self.padding):
             if not 0 <= token < vocab_size:
                 raise UserError(
-                    f"token {token} that ends or pads a row "
-                    f"is outside the vocabulary of {vocab_size}"
+                    f"token {token}, which ends or pads a row, is outside the vocabulary of "
+                    f"{vocab_size}"
                 )
 
     @property

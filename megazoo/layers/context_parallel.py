@@ -39,8 +39,8 @@ def check_heads(heads: int, ctx: ParallelContext) -> None:
     heads on a tp rank."""
     if ctx.cp_method == "ulysses" and heads < ctx.cp_size:
         raise UserError(
-            f"cp-method ulysses cuts the {heads} heads of a tp rank over cp {ctx.cp_size}: use cp "
-            f"{heads} at most, or cp-method allgather"
+            f"cp-method ulysses can't split the {heads} heads of a tensor-parallel rank "
+            f"over cp {ctx.cp_size}: use cp of at most {heads}, or cp-method allgather"
         )
 
 

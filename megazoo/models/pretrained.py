@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megazoo.checkpoint.directories import output_directory
-from megazoo.checkpoint.ownership import foreign_entry
+from megazoo.checkpoint.ownership import ADAPTER_CONFIG, foreign_entry
 from megazoo.checkpoint.places import (
     CONFIG,
     MANIFEST,
@@ -66,6 +66,11 @@ def open_source(path: str | Path, *, verify: bool = True) -> ModelSource:
     try:
         step = find_checkpoint(path)
     except NoCheckpoint as error:
+        if (path / ADAPTER_CONFIG).is_file():
+            raise UserError(
+                f"{path} holds only a PEFT adapter: pass its base as the model, and this directory "
+                "as --adapter, or --lora-load for training (in Python: megazoo.lora.load)"
+            ) from None
         is_there = path.is_dir()
         raise UserError(
             f"{error}, nor {CONFIG}" if is_there else f"{path} is not a directory"

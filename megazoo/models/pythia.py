@@ -114,7 +114,7 @@ class Pythia(Model):
         turned = int(head_size * c.rotary_fraction)
         if turned % 2 or not turned:
             raise UserError(
-                f"rotary_fraction {c.rotary_fraction} turns {turned} of a head's {head_size} "
+                f"rotary_fraction {c.rotary_fraction} rotates {turned} of a head's {head_size} "
                 "features: it must be an even number, and at least 2"
             )
         self.rotary = Rotary(turned, c.rope_theta, c.max_positions)

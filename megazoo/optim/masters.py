@@ -49,7 +49,10 @@ class MasterWeights:
             try:
                 _take_from(source, optimizer, written)
             except UserError as error:
-                advise(f"fp32 weights start from those of {optimizer.model.dtype}: {error}")
+                advise(
+                    f"the fp32 master weights start from the {optimizer.model.dtype} weights: "
+                    f"{error}"
+                )
             finally:
                 source.close()
         self.note(optimizer.entries)

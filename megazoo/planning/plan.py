@@ -133,7 +133,7 @@ class Planner(Builder):
         microbatches, stages = run.microbatches(layout.dp_size), layout.stage_count
         if 2 * stages * microbatches > MOST_ACTIONS:  # a forward and a backward
             raise UserError(
-                f"{microbatches} micro-batches a step are more than can be planned"
+                f"{microbatches} micro-batches per step are too many to plan"
                 + (f" with {stages} stages" if stages > 1 else "")
             )
         check_offload(run.optimizer, run.offload_optimizer)
@@ -355,6 +355,7 @@ def note_on_mfu(config: Any, seq_length: int) -> str | None:
     if abs(counted / runs - 1) < 0.01:
         return None
     return (
-        f"note: MFU counts {counted:.4g} FLOPs a token where {runs:.4g} run: "
-        "docs/new_model.md says how a module tells its score_features and multiplied"
+        f"note: MFU counts {counted:.4g} FLOPs per token, but the modules run "
+        f"{runs:.4g}: docs/new_model.md describes their attributes score_features and "
+        "multiplied"
     )

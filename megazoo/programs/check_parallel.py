@@ -83,12 +83,12 @@ def main(arguments: list[str]) -> None:
         raise UserError("use exactly one of --model, --preset and --load")
     if options.steps < 1 or options.ranks < 2:
         raise UserError(
-            f"steps {options.steps} must be at least 1, and ranks {options.ranks} at least 2"
+            f"--steps {options.steps} must be at least 1, and --ranks {options.ranks} at least 2"
         )
     if options.steps > MOST_STEPS or options.ranks > MOST_RANKS:
         raise UserError(
-            f"steps {options.steps} must be at most {MOST_STEPS}, "
-            f"and ranks {options.ranks} at most {MOST_RANKS}"
+            f"--steps {options.steps} must be at most {MOST_STEPS}, and --ranks "
+            f"{options.ranks} at most {MOST_RANKS}"
         )
     check_number("tolerance", options.tolerance, 0)
     if options.load:

@@ -90,13 +90,14 @@ class Options(ImportOption):
         tuple[str, ...] | None,
         tyro.conf.arg(metavar="SOURCE [SOURCE ...]", help_behavior_hint="(default: as recorded)"),
     ] = None
-    """New location of the data, in the format of --data of the training program."""
+    """Location of the training data, if it has changed, in the format of --data of the training
+    program."""
     tokenizer: Name = None
-    """New location of the tokenizer."""
+    """Location of the tokenizer, if it has changed."""
     load: File = None
-    """New location of the weights of --load."""
+    """Location of the weights that the run read with --load, if it has changed."""
     lora_load: File = None
-    """New location of the adapters of --lora-load."""
+    """Location of the adapters that the run read with --lora-load, if it has changed."""
     tolerance: Annotated[float | None, unset("FLOAT", "1e-5; in half precision 0.02")] = None
     """Largest relative difference of a loss that passes. For a gradient norm, which is more
     sensitive to rounding, ten times this value passes."""

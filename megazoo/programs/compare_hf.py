@@ -45,7 +45,7 @@ class Options(ImportOption):
     source: Source = None
     """Hugging Face directory, or megazoo checkpoint."""
     theirs: File = None
-    """Hugging Face directory for transformers; by default the source."""
+    """Hugging Face directory that transformers loads. By default, it is SOURCE."""
     layouts: Annotated[
         str | None,
         tyro.conf.arg(
@@ -56,15 +56,16 @@ class Options(ImportOption):
         ),
     ] = None
     tp: Annotated[int | None, unset("INT", "1")] = None
-    """Tensor-parallel size, for one layout without --layouts."""
+    """Tensor-parallel size of a single layout to compare, instead of --layouts."""
     pp: Annotated[int | None, unset("INT", "1")] = None
-    """Pipeline-parallel size, for one layout without --layouts."""
+    """Pipeline-parallel size of a single layout to compare, instead of --layouts."""
     cp: Annotated[int | None, unset("INT", "1")] = None
-    """Context-parallel size, for one layout without --layouts."""
+    """Context-parallel size of a single layout to compare, instead of --layouts."""
     prompt: Text = None
     """Text to run as one row, instead of random ids."""
     text: File = None
-    """Text file whose first tokens are run, in rows of seq-length, instead of random ids."""
+    """Text file whose first tokens are run, in rows of --seq-length tokens, instead of random ids.
+    """
     tokenizer: Name = None
     """Tokenizer of the text: byte, or a directory or file; by default the tokenizer stored with the
     model."""
@@ -81,7 +82,8 @@ class Options(ImportOption):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Data type of weights and activations in both models."""
     gradients: bool = True
-    """Also compare the gradients of the loss. They need as much memory as the weights of both."""
+    """Also compare the gradients of the loss. The gradients need as much memory as the weights of
+    both models."""
     tolerance: Annotated[
         float | None, unset("FLOAT", "1e-5; in bfloat16 0.05, in float16 0.005")
     ] = None
@@ -142,7 +144,7 @@ def input_ids(source: ModelSource, options: Options) -> torch.Tensor:
     longest = source.model.longest_sequence(source.config)
     length = min(longest, 1024) if options.seq_length is None else options.seq_length
     if not 2 <= length <= longest:
-        raise UserError(f"seq-length {length} must be from 2 to {longest}, the model's maximum")
+        raise UserError(f"--seq-length {length} must be from 2 to {longest}, the model's maximum")
     check_number("batch-size", options.batch_size, 1)
     if options.prompt is not None and options.text:
         raise UserError("--prompt and --text exclude each other")

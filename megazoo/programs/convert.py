@@ -62,7 +62,7 @@ class Options(ConversionOptions):
     vocab_size: Annotated[
         int | None, unset("INT", "the arguments', the tokenizer's, or the padded size")
     ] = None
-    """Vocabulary size of a Megatron-LM checkpoint, which stores a padded one."""
+    """True vocabulary size of a Megatron-LM checkpoint. The checkpoint stores a padded size."""
 
 
 def main(arguments: list[str]) -> None:

@@ -59,7 +59,7 @@ class Options(InferenceOptions):
     num_fewshot: Annotated[int | None, unset("INT", "the task's")] = None
     """Number of solved examples before each question of a task."""
     limit: Annotated[float | None, unset("NUMBER", "all")] = None
-    """Number of documents per task; below 1, a fraction of them."""
+    """Number of documents per task. Below 1: fraction of the documents."""
     apply_chat_template: bool = False
     """Format the questions of tasks as conversations, with the chat template of the tokenizer."""
     seq_length: Annotated[
@@ -68,8 +68,8 @@ class Options(InferenceOptions):
     ] = None
     """Context length in tokens. For a classifier: maximum number of tokens per row."""
     stride: int = 0
-    """Tokens between the starts of consecutive windows of a long text. 0: seq-length, without
-    overlap."""
+    """Tokens between the starts of consecutive windows of a long text. 0: --seq-length, so that
+    windows do not overlap."""
     batch_size: int = 8
     """Number of windows, choices, rows or requests of tasks per batch."""
     output: File = None
@@ -84,14 +84,14 @@ def main(arguments: list[str]) -> None:
         raise UserError("use exactly one of --text, --choices, --labels and --tasks")
     check_task_flags(options)
     if options.batch_size < 1:
-        raise UserError(f"batch-size {options.batch_size} must be at least 1")
+        raise UserError(f"--batch-size {options.batch_size} must be at least 1")
     if options.output and not options.output.absolute().parent.is_dir():
         raise UserError(f"--output: {options.output.parent} is not a directory")
     if options.output and options.output.is_dir():
-        raise UserError(f"--output: {options.output} is a directory: name a file")
+        raise UserError(f"--output: {options.output} is a directory: use the name of a file")
     inputs = (options.text, options.choices, options.labels)
     if options.output and options.output.resolve() in [file.resolve() for file in inputs if file]:
-        raise UserError(f"--output: {options.output} is the input file: name another file")
+        raise UserError(f"--output: {options.output} is the input file: use another name")
     alone = options.one_rank
     requests = read_choices(options.choices, alone) if options.choices else None
     documents = read_texts(options.text, options.json_key, alone) if options.text else None
@@ -158,10 +158,10 @@ def check_task_flags(options: Options) -> None:
     limit = options.limit
     if limit is not None and not (0 < limit < 1 or (limit >= 1 and limit.is_integer())):
         raise UserError(
-            f"limit {limit:g} must be a number of documents, or a fraction above 0 and below 1"
+            f"--limit {limit:g} must be a number of documents, or a fraction above 0 and below 1"
         )
     if options.num_fewshot is not None and options.num_fewshot < 0:
-        raise UserError(f"num-fewshot {options.num_fewshot} must be 0 or more")
+        raise UserError(f"--num-fewshot {options.num_fewshot} must be 0 or more")
 
 
 def answered_tasks(model, tokenizer, tasks, options: Options) -> dict | None:
@@ -196,7 +196,7 @@ def length_of(model, options: Options) -> int:
     longest = model.longest_sequence(model.config)
     length = min(longest, 2048) if options.seq_length is None else options.seq_length
     if not 1 <= length <= longest:
-        raise UserError(f"seq-length {length} must be from 1 to {longest}, the model's maximum")
+        raise UserError(f"--seq-length {length} must be from 1 to {longest}, the model's maximum")
     return length
 
 

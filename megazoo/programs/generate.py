@@ -63,7 +63,7 @@ class Options(SamplingOptions):
     length_penalty: float = 1.0
     """Length penalty of beam search; above 0 prefers longer answers."""
     early_stopping: bool = False
-    """Stop beam search when num-beams answers are complete."""
+    """Stop beam search as soon as --num-beams answers are complete."""
     no_repeat_ngram_size: int = 0
     """Length of token sequences that may not be repeated, including those in the prompt. 0: no
     limit."""
@@ -177,7 +177,7 @@ def read_questions(options: Options) -> tuple[list[Prompt] | None, list[dict] | 
     if len(given) > 1:
         raise UserError(f"--{given[0]} and --{given[1]} exclude each other")
     if options.batch_size < 1:
-        raise UserError(f"batch-size {options.batch_size} must be at least 1")
+        raise UserError(f"--batch-size {options.batch_size} must be at least 1")
     if options.messages:
         return None, read_messages(options.messages, alone=options.one_rank)
     if options.prompts:
@@ -195,8 +195,8 @@ def settings_of(options: Options, model, tokenizer) -> dict:
     several = options.num_return_sequences > 1 and options.num_beams == 1
     if several and "do_sample" not in settings:
         raise UserError(
-            f"num-return-sequences {options.num_return_sequences} needs --temperature, --top-k or "
-            f"--top-p, or --num-beams {options.num_return_sequences} or more"
+            f"--num-return-sequences {options.num_return_sequences} needs --temperature, "
+            f"--top-k or --top-p, or --num-beams {options.num_return_sequences} or more"
         )
     return settings
 

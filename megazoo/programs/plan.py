@@ -124,7 +124,7 @@ def main(arguments: list[str]) -> None:
     options = settings.options
     assert isinstance(options, Options)
     if options.gpus < 1:
-        raise UserError(f"gpus {options.gpus} must be at least 1")
+        raise UserError(f"--gpus {options.gpus} must be at least 1")
     if options.parallel.device == "auto":
         options.parallel.device = "cuda"
     parse_size(options.memory)

@@ -64,7 +64,7 @@ def main(arguments: list[str]) -> None:
     try:
         import matplotlib
     except ImportError as error:
-        raise UserError("this needs matplotlib: pip install -e .[plots]") from error
+        raise UserError("this needs matplotlib: pip install 'megazoo[plots]'") from error
     matplotlib.use("agg")
     from matplotlib import pyplot
 

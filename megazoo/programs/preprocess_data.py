@@ -95,11 +95,11 @@ def check(options: Options) -> None:
     if not options.input or options.output_prefix is None:
         raise UserError("--input and --output-prefix are required (see --help)")
     if options.workers < 1:
-        raise UserError(f"workers {options.workers} must be at least 1")
+        raise UserError(f"--workers {options.workers} must be at least 1")
     if options.workers > MOST_WORKERS:
-        raise UserError(f"workers {options.workers} must be at most {MOST_WORKERS}")
+        raise UserError(f"--workers {options.workers} must be at most {MOST_WORKERS}")
     if not options.json_keys or len(set(options.json_keys)) < len(options.json_keys):
-        raise UserError("json-keys must be different names, at least one")
+        raise UserError("--json-keys must be one or more different names")
     for output in outputs_of(options):
         files = (Path(f"{output}.bin"), Path(f"{output}.idx"))
         if not options.overwrite and any(file.exists() for file in files):

@@ -49,11 +49,11 @@ def main(arguments: list[str]) -> None:
         raise UserError("--output is required: the directory to write (see --help)")
     if options.vocab_size <= SMALLEST:
         raise UserError(
-            f"vocab-size {options.vocab_size} must be more than {SMALLEST}: "
-            "the number of byte and special tokens"
+            f"--vocab-size {options.vocab_size} must be more than {SMALLEST}, the number of "
+            "byte and special tokens"
         )
     if options.vocab_size > LARGEST:
-        raise UserError(f"vocab-size {options.vocab_size} must be at most {LARGEST}")
+        raise UserError(f"--vocab-size {options.vocab_size} must be at most {LARGEST}")
     model = train(lines_of(options.input), options.vocab_size)
     try:
         options.output.mkdir(parents=True, exist_ok=True)

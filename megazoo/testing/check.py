@@ -105,10 +105,12 @@ def check_parallel(
     check_number("tolerance", tolerance, 0)
     check_number("lora-rank", lora_rank, 0, whole=True)
     if optimizer not in OPTIMIZERS:
-        raise UserError(f"optimizer {optimizer!r} is none of {', '.join(OPTIMIZERS)}")
+        raise UserError(
+            f"optimizer {optimizer!r} is not supported: use one of {', '.join(OPTIMIZERS)}"
+        )
     config = find_config(tiny_preset(model)) if isinstance(model, str) else model
     if getattr(config, "num_labels", 0):
-        raise UserError("the check trains language models, and no classifier: num_labels must be 0")
+        raise UserError("the check trains language models, not classifiers: num_labels must be 0")
     subject = Subject(
         family_of(config),
         asdict(config),

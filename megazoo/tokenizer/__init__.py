@@ -108,8 +108,7 @@ def _located(where: str | Path) -> tuple[Path, list[Path]]:
         return path.parent, [path]
     if not path.is_dir():
         raise UserError(
-            f"unknown tokenizer {str(where)!r}: there is byte, "
-            "or the directory or file of a tokenizer"
+            f"unknown tokenizer {str(where)!r}: use byte, or the directory or file of a tokenizer"
         )
     files = [path / name for name in TOKENIZER_FILES if (path / name).is_file()]
     if not files:

@@ -215,9 +215,11 @@ class Tokenizer:
             ("return_tensors", return_tensors, (None, "pt")),
         ):
             if value not in allowed:
-                raise UserError(f"{name} {value!r} is none of {', '.join(map(repr, allowed))}")
+                raise UserError(
+                    f"{name} {value!r} is not supported: use one of {', '.join(map(repr, allowed))}"
+                )
         if truncation != (max_length is not None):
-            raise UserError("truncation=True and max_length go together: give both or neither")
+            raise UserError("truncation=True and max_length need each other: pass both or neither")
         texts = [text] if isinstance(text, str) else text
         if not isinstance(texts, list | tuple) or not all(isinstance(each, str) for each in texts):
             raise UserError(f"text {brief(text)} is neither a string nor a list of strings")
@@ -232,8 +234,8 @@ class Tokenizer:
             if not padding and not mask.all():
                 lengths = mask.sum(1)
                 raise UserError(
-                    f"texts of {lengths.min()} to {lengths.max()} tokens make no tensor: "
-                    "give padding=True"
+                    f"texts of {lengths.min()} to {lengths.max()} tokens can't form one tensor: "
+                    "pass padding=True"
                 )
             return BatchEncoding(input_ids=ids, attention_mask=mask)
         marks = mask.bool() | bool(padding)

@@ -50,7 +50,7 @@ def render(
     last = messages[-1].get("content")
     if continue_final_message:
         if not isinstance(last, str):
-            raise UserError("the last message has no text to go on with")
+            raise UserError("the last message has no text to continue")
         messages = [*messages[:-1], {**messages[-1], "content": last + END}]
     names = {**special_tokens, "tools": tools, "add_generation_prompt": add_generation_prompt}
     text, _ = _without_marks(_rendered(template, messages, names))
@@ -99,8 +99,8 @@ def _span_of(place: int, messages: list[dict], text: str, rendered: Callable[...
     found = mark and text.startswith(before) and text.endswith(after) and start <= stop
     if not found or text[start:stop].strip() != str(content).strip():
         raise UserError(
-            f"the chat template does not show message {place + 1} as it is: mark what is trained "
-            "with {% generation %} in it"
+            f"the chat template changes the text of message {place + 1}: mark the text to "
+            f"train with {{% generation %}} in the template"
         )
     # Include the text that the template puts around the content of a last answer.
     alone = _attempt(lambda: rendered([*messages[:place], marked])) or ""
@@ -144,7 +144,9 @@ def _up_to_end(text: str, last: str) -> str:
     """Return a rendered text up to the end of its last message."""
     before, mark, after = text.rpartition(END.strip())
     if not mark or last.strip() not in before:
-        raise UserError("the chat template does not show the last message, which is to go on")
+        raise UserError(
+            "the rendered chat template does not contain the last message, which is to be continued"
+        )
     return before if after.startswith(" ") else before.rstrip()
 
 

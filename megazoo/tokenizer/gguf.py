@@ -100,7 +100,9 @@ def tokenizer_files_of(metadata: dict[str, Any]) -> dict[str, bytes]:
         raise UserError(f"{start}tokens has repeated tokens, or tokens without a type or a score")
     for key in ROLES.values():
         if not 0 <= of.get(f"{key}_token_id", 0) < len(tokens):
-            raise UserError(f"{start}{key}_token_id {of[f'{key}_token_id']} is no token's")
+            raise UserError(
+                f"{start}{key}_token_id {of[f'{key}_token_id']} is not the id of a token"
+            )
     if kind not in ("gpt2", "llama"):
         raise UserError(f"tokenizer.ggml.model {kind!r} is not supported: only gpt2 and llama")
     pipeline, bos = (_byte_level if kind == "gpt2" else _sentencepiece)(of, tokens, kinds)
@@ -273,7 +275,10 @@ def metadata_of(tokenizer: Tokenizer, files: dict[str, bytes], vocab_size: int) 
     elif "tokenizer.model" in files:
         tokens, values = _of_pieces(files["tokenizer.model"], tokenizer)
     else:
-        raise UserError("only a tokenizer.json or a sentencepiece model is written to GGUF")
+        raise UserError(
+            "this tokenizer can't be written as GGUF: only a tokenizer.json or a "
+            "sentencepiece model is supported"
+        )
     if len(tokens) > vocab_size:
         raise UserError(f"its {len(tokens)} tokens are more than the model's {vocab_size}")
     for token in range(len(tokens), vocab_size):
@@ -314,12 +319,15 @@ def _of_pipeline(whole: dict) -> tuple[list[Token], dict[str, Any]]:
     "tokenizer.ggml."."""
     model = whole["model"]
     if "merges" not in model:
-        raise UserError(f"a tokenizer of the model {model.get('type')} is not written to GGUF")
+        raise UserError(
+            f"a tokenizer.json with the model {model.get('type')} can't be written as GGUF: "
+            "only BPE is supported"
+        )
     added = [AddedToken.from_json(entry, entry["id"]) for entry in whole.get("added_tokens") or []]
     for token in added:
         if token.lstrip or token.rstrip or token.single_word:
             raise UserError(
-                f"{token.content!r} has lstrip, rstrip or single_word, which GGUF has no place for"
+                f"{token.content!r} has lstrip, rstrip or single_word, which GGUF can't represent"
             )
     merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
     vocab, byte_level = model["vocab"], not model.get("byte_fallback")
@@ -357,7 +365,7 @@ def _name_of_words(whole: dict) -> str:
             and steps == ([{"type": "NFC"}] if words.nfc else [])
         ):
             return name
-    raise UserError("GGUF has no name for how its tokenizer.json splits a text into words")
+    raise UserError("GGUF can't represent how its tokenizer.json splits a text into words")
 
 
 def _steps_of(pre_tokenizer: dict) -> list[dict]:
@@ -379,7 +387,7 @@ def _adds_space(whole: dict) -> bool:
         ours, _ = _sentencepiece({"add_space_prefix": prefix}, [], [])
         if all(ours[part] == whole.get(part) for part in ("normalizer", "pre_tokenizer")):
             return prefix
-    raise UserError("GGUF has no name for how its tokenizer.json treats spaces")
+    raise UserError("GGUF can't represent how its tokenizer.json treats spaces")
 
 
 def _scores(merges: list[str]) -> dict[str, float]:
@@ -397,9 +405,9 @@ def _of_pieces(data: bytes, tokenizer: Tokenizer) -> tuple[list[Token], dict[str
     try:
         model = sentencepiece.SentencePieceProcessor(model_proto=data)
     except RuntimeError:
-        raise UserError("a tokenizer.model of ranks is not written to GGUF") from None
+        raise UserError("a tokenizer.model of tiktoken can't be written as GGUF") from None
     if model.vocab_size() != tokenizer.vocab_size:
-        raise UserError("a sentencepiece model with added tokens is not written to GGUF")
+        raise UserError("a sentencepiece model with added tokens can't be written as GGUF")
     tokens = []
     for token in range(model.vocab_size()):
         marks = {
@@ -411,11 +419,11 @@ def _of_pieces(data: bytes, tokenizer: Tokenizer) -> tuple[list[Token], dict[str
         kind = next((kind for kind, marked in marks.items() if marked), NORMAL)
         tokens.append(Token(model.id_to_piece(token), kind, model.get_score(token)))
     if any(token.score % 1 for token in tokens):  # log-probabilities of a unigram model
-        raise UserError("a sentencepiece model of the kind unigram is not written to GGUF")
+        raise UserError("a unigram sentencepiece model can't be written as GGUF")
     if sum(token.kind == NORMAL and token.score == 0 for token in tokens) > 1:
-        raise UserError("a sentencepiece model with user-defined symbols is not written to GGUF")
+        raise UserError("a sentencepiece model with user-defined symbols can't be written as GGUF")
     prefix = model.encode("a", out_type=str)[0].startswith(SPACE)
     text = " two  spaces, \uff21 \ufb01 e\u0301 "
     if model.normalize(text) != (SPACE if prefix else "") + text.replace(" ", SPACE):
-        raise UserError("a sentencepiece model that normalizes text is not written to GGUF")
+        raise UserError("a sentencepiece model that normalizes text can't be written as GGUF")
     return tokens, {"model": "llama", "pre": "default", "add_space_prefix": prefix}

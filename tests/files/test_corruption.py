@@ -182,7 +182,7 @@ def test_sizes_in_a_config_allocate_nothing(tmp_path):
     llama().save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     shape = r"model\.safetensors: .*has shape \[61, 32\], the model's is \[1000000000000, 32\]"
-    layers = "has 30 tensors, but its config says 1000000000 layers"
+    layers = "has 30 tensors, but its config has 1000000000 layers"
     for change, message in (
         ({"vocab_size": 10**12}, shape),
         ({"num_hidden_layers": 10**9}, layers),

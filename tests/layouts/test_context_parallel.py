@@ -504,7 +504,7 @@ def refused_call(kind: str, layout: dict) -> str:
     return refused(lambda: model.train_batch(**own))
 
 
-OF_WHOLE = "labels go with whole sequences: give targets, shifted before they were cut, or no "
+OF_WHOLE = "labels cannot be combined with sequence_length, because they are shifted by one "
 WHOLE_MASK = "under context parallelism, the attention mask must be a MaskPerChunk"
 WORDS = {
     "own mask": WHOLE_MASK,
@@ -547,7 +547,9 @@ def test_ulysses_needs_a_head_for_each_rank():
     for tp, cp, heads in [(1, 5, 4), (2, 3, 2)]:
         ctx = ParallelContext.virtual(tp, cp=cp, cp_method="ulysses")
         line = refused(lambda ctx=ctx: Llama.on_meta(LLAMA, ctx))
-        assert f"the {heads} heads of a tp rank over cp {cp}: use cp {heads} at most" in line
+        assert (
+            f"the {heads} heads of a tensor-parallel rank over cp {cp}: use cp of at most" in line
+        )
     # of five heads the second tp rank has two
     ctx = ParallelContext.virtual(2, cp=3, cp_method="ulysses")
     five = tiny_config(hidden_size=40, heads=5)

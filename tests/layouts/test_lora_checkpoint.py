@@ -407,11 +407,11 @@ def test_kinds_of_checkpoints_are_told_apart(saved, tmp_path):
     for checkpoint, model, message in [
         (saved, megazoo.from_config(LLAMA, seed=3), "but the model has none: load them with megaz"),
         (whole, fresh(), r"has no adapters, but the model has: load it before megazoo\.lora\.add"),
-        (saved, fresh(rank=4), "has adapters with rank 2, the model's have 4"),
+        (saved, fresh(rank=4), "has adapters with rank 2, but the model's adapters have 4"),
         (
             saved,
             fresh(targets="q"),
-            r"adapters with targets \['q', 'v'\], the model's have \['q'\]",
+            r"adapters with targets \['q', 'v'\], but the model's adapters have \['q'\]",
         ),
         (
             saved,

@@ -214,7 +214,9 @@ def test_files_that_are_gone_leave_the_rounded_values(in_fp32, tmp_path):
     model = megazoo.from_pretrained(tmp_path / "away", dtype=torch.bfloat16)
     for file in (tmp_path / "away").iterdir():
         file.unlink()
-    with pytest.warns(megazoo.errors.Advice, match=r"start from those of torch.bfloat16: .*away"):
+    with pytest.warns(
+        megazoo.errors.Advice, match=r"start from the torch.bfloat16 weights: .*away"
+    ):
         optimizer = megazoo.optim.AdamW(model)
     for master, weights in masters_of(model, optimizer).values():
         assert torch.equal(master, weights.float())

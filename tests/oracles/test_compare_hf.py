@@ -371,7 +371,7 @@ MISTAKES = [
     ("ours --tolerance -1", "tolerance -1.0 must be 0 or more"),
     ("ours --prompt a --text b", "--prompt and --text exclude each other"),
     ("ours --prompt ++", "ours has no tokenizer: use --tokenizer byte"),
-    ("ours --prompt ++ --tokenizer absent", "unknown tokenizer 'absent': there is byte"),
+    ("ours --prompt ++ --tokenizer absent", "unknown tokenizer 'absent': use byte"),
     ("ours --prompt + --tokenizer byte", "the text has fewer than two tokens"),
     ("ours --prompt abc --tokenizer byte", "token 99 is outside the vocabulary of 61"),
     ("ours --text absent --tokenizer byte", "absent can't be read: No such file or directory"),

@@ -198,7 +198,7 @@ REFUSED = {
     ),
     "windows that are off": (
         {**QWEN2, "layer_types": ["full_attention"] + ["sliding_attention"] * 2},
-        "with use_sliding_window",
+        "use_sliding_window must be true",
     ),
     "too few types": ({**QWEN3, "layer_types": ["full_attention"]}, "layer_types"),
     "types of no kind": ({**QWEN3, "layer_types": [1, {}, None]}, "layer_types"),

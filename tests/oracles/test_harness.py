@@ -149,7 +149,7 @@ def test_the_longest_continuation(both):
         text = text[:-1]
     assert len(mine.tok_encode(text, add_special_tokens=False)) == LENGTH
     assert_both(both, "loglikelihood", ("", text))
-    message = rf"'{text[:20]}.*has {LENGTH + 1} tokens of its own: from 1 to {LENGTH} can be"
+    message = rf"'{text[:20]}.*has {LENGTH + 1} tokens: it must have from 1 to {LENGTH}"
     with pytest.raises(UserError, match=message.replace("(", r"\(").replace(")", r"\)")):
         mine.loglikelihood(asked("loglikelihood", ("", text + "\u1234"[:0] + "\x00")))
     with pytest.raises(AssertionError):
@@ -270,7 +270,7 @@ def test_what_can_not_be_is_refused_in_one_line(directories):
         with pytest.raises(UserError, match=message):
             HarnessModel(model.model, model.tokenizer, **dict([settings]))
     for settings, message in [
-        ({}, f"max_gen_toks 256 leaves no room for a prompt: the model takes {LENGTH} tokens"),
+        ({}, f"max_gen_toks 256 leaves no room for a prompt: the model supports {LENGTH} tokens"),
         ({"max_gen_toks": 4, "top_q": 1}, "generate has no top_q; did you mean top_k?"),
         ({"max_gen_toks": 4, "do_sample": True, "temperature": 0.0}, "temperature 0.0 is out"),
     ]:

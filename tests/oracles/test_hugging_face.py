@@ -155,7 +155,7 @@ def edited(tmp_path, name, change):
 def test_missing_and_unexpected_tensors_are_listed(tmp_path):
     for name, change, message in (
         ("llama", lambda s: s.pop("model.norm.weight"),
-         "lacks model.norm.weight: it is not a Llama"),
+         "lacks model.norm.weight: its tensors do not match the Llama"),
         ("llama", lambda s: s.pop("lm_head.weight"), "lacks lm_head.weight"),
         ("llama", lambda s: s.update(x=torch.ones(1)), "has the unexpected x"),
         ("mpt", lambda s: s.update({f"{i}": torch.ones(1) for i in range(7)}),
@@ -194,7 +194,7 @@ def test_what_is_dangerous_is_refused(tmp_path):
         HuggingFaceDirectory(tmp_path)
     assert not Path("/tmp/megazoo-was-here").exists()
     (tmp_path / "pytorch_model.bin").unlink()
-    with pytest.raises(UserError, match="has no weights: there is none of model"):
+    with pytest.raises(UserError, match="has no weights: it must contain one of model"):
         HuggingFaceDirectory(tmp_path)
 
 

@@ -107,7 +107,7 @@ def test_mistakes_are_told_in_one_line(directory, tmp_path, monkeypatch, capsys)
     good = directory / "tasks" / "writing.yaml"
     for arguments, message in {
         ("--tasks", ""): "--tasks is empty: pass a name",
-        ("--tasks", " , "): "--tasks is empty: name tasks, YAML files or directories",
+        ("--tasks", " , "): "--tasks is empty: pass names of tasks, YAML files or directories",
         ("--tasks", good, "--text", good): "use exactly one of --text, --choices, ",
         ("--tasks", good, "--labels", good): "use exactly one of --text, --choices, ",
         ("--text", good, "--limit", 1): "--limit needs --tasks",
@@ -120,7 +120,7 @@ def test_mistakes_are_told_in_one_line(directory, tmp_path, monkeypatch, capsys)
         ("--tasks", good, "--seq-length", LENGTH + 1): f"seq-length {LENGTH + 1} must be from 1 to",
         ("--tasks", tmp_path / "no.yaml"): "no.yaml can't be read: No such file",
         ("--tasks", f"{directory / 'tasks'},choicse"): "no task choicse; did you mean choices?",
-        ("--tasks", tmp_path / "empty"): f"there is no task {tmp_path / 'empty'}",
+        ("--tasks", tmp_path / "empty"): f"unknown task {tmp_path / 'empty'}",
         ("--tasks", tmp_path / "broken.yaml"): "broken.yaml can't be loaded: ParserError",
         ("--tasks", tmp_path / "none.yaml"): "nowhere.jsonl",
         ("--tasks", tmp_path / "far.yaml"): "far.yaml can't be loaded: ",
@@ -140,7 +140,7 @@ def test_a_name_that_the_harness_does_not_know(directory, monkeypatch, capsys):
     arguments = [directory / "hf", "--tasks", "arc_easi"]
     code, _, error = run_main(evaluate, monkeypatch, capsys, *arguments)
     assert (code, error.count("\n")) == (2, 1)
-    assert "there is no task arc_easi; did you mean arc_easy?" in error
+    assert "unknown task arc_easi; did you mean arc_easy?" in error
 
 
 def test_without_the_extra_one_line_says_what_to_install(directory, tmp_path):

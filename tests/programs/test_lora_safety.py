@@ -165,7 +165,7 @@ def test_what_is_evaluated_is_not_written_over(rows, monkeypatch, capsys):
         words = ("x", flag, rows, "--output", output)
         code, _, error = run_main(evaluate, monkeypatch, capsys, *words)
         assert (code, rows.read_bytes()) == (2, before)
-        assert error.endswith(f"--output: {output} is the input file: name another file\n")
+        assert error.endswith(f"--output: {output} is the input file: use another name\n")
 
 
 @pytest.fixture(scope="module")

@@ -99,7 +99,7 @@ MISTAKES = [
     ("inspect_checkpoint huge", "hidden_size 1000000", 2),
     ("inspect_checkpoint listed", "model_type is a list: it must be a string", 2),
     ("inspect_checkpoint numbered", "pytorch_model.bin can't be read: it has a tensor", 1),
-    ("inspect_checkpoint paired", "it has a tensor whose name is no text: ('a', 1)", 1),
+    ("inspect_checkpoint paired", "it has a tensor whose name is not a string: ('a', 1)", 1),
     ("inspect_checkpoint complex", "is of torch.complex64: there are", 2),
     # --import
     (f"{TRAIN} --import syntax.py", "syntax.py is not Python: invalid syntax", 2),
@@ -117,7 +117,7 @@ MISTAKES = [
     (
         "plan --preset gpt2-tiny --layers 64 --pp 64 --global-batch-size 1000000 "
         "--micro-batch-size 1",
-        "can be planned with 64 stages",
+        "are too many to plan with 64 stages",
         2,
     ),
     (f"check_parallel --model gpt2 --ranks 1{'0' * 18}", "ranks 1", 2),

@@ -136,5 +136,7 @@ def test_a_picture_is_of_scaling_only():
 
     from megazoo.errors import UserError
 
-    with pytest.raises(UserError, match="--picture draws the curves of scaling: name that case"):
+    with pytest.raises(
+        UserError, match="--picture draws the curves of the case scaling: pass that case"
+    ):
         benchmark.main(["train", "--picture", "curves.png"])

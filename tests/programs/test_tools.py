@@ -41,7 +41,7 @@ def test_plot_schedule_draws_png_and_svg_and_tells_the_bubble(tmp_path, capsys, 
     plot_schedule.main(["--virtual-pp", "2", *how, str(tmp_path / "a.png")])
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     for arguments, message in {
-        ("--pp", "0"): "pp, virtual-pp and microbatches must each be at least 1",
+        ("--pp", "0"): "--pp, --virtual-pp and --microbatches must each be at least 1",
         tuple("--pp 1 --virtual-pp 2".split()): "virtual-pp above 1 needs a pipeline: "
         "use pp 2 or more",
         tuple(

@@ -144,7 +144,7 @@ def gguf_name_of(architecture: str, layers: int) -> Callable[[str], str]:
     def name_of(theirs: str) -> str:
         name = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
         if name is None:
-            raise UserError(f"GGUF has no name for {theirs} in the architecture {architecture}")
+            raise UserError(f"GGUF can't represent {theirs} in the architecture {architecture}")
         return name
 
     return name_of

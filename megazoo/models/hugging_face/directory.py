@@ -41,8 +41,8 @@ class HuggingFaceDirectory(ModelSource):
         self._file_of = self._find_tensors()
         if self.config.layers > len(self._file_of):
             raise UserError(
-                f"{self.path} has {len(self._file_of)} tensors, "
-                f"but its config says {self.config.layers} layers"
+                f"{self.path} has {len(self._file_of)} tensors, but its config has "
+                f"{self.config.layers} layers"
             )
         self._names = self._match_names()
         self._check_shapes()
@@ -131,8 +131,8 @@ class HuggingFaceDirectory(ModelSource):
             if index.is_file():
                 return self._read_index(index)
         raise UserError(
-            f"{self.path} has no weights: there is none of {', '.join(WEIGHTS)}, "
-            "nor an index of one"
+            f"{self.path} has no weights: it must contain one of {', '.join(WEIGHTS)}, or "
+            "an index of such files"
         )
 
     def _read_index(self, index: Path) -> dict[str, str]:
@@ -198,8 +198,8 @@ class HuggingFaceDirectory(ModelSource):
             problems.append(f"has the unexpected {some_of(extra)}")
         if problems:
             raise UserError(
-                f"{self.path} {' and '.join(problems)}: "
-                f"it is not a {self.model.__name__} of its config"
+                f"{self.path} {' and '.join(problems)}: its tensors do not match the "
+                f"{self.model.__name__} of its config"
             )
 
     def _equal(self, *names: str) -> bool:

@@ -74,8 +74,8 @@ def hugging_face_config(config: Any) -> dict:
     model can't represent it."""
     if not hasattr(config, "to_hugging_face"):
         raise UserError(
-            f"{type(config).__name__} has no table of Hugging Face's names: "
-            "it can't be written as such"
+            f"{type(config).__name__} has no table of Hugging Face names: it can't be "
+            "written as a Hugging Face directory"
         )
     return config.to_hugging_face()
 

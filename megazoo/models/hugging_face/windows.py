@@ -38,8 +38,9 @@ def read_layer_types(fields: ConfigReader, layers: int) -> dict[str, Any]:
         full = types.index(WINDOW)
     if types != layer_types(full, layers) or (WINDOW in types and not window):
         raise UserError(
-            f"layer_types {brief(types)} is not supported: it must be, for {layers} layers, {FULL} "
-            f"of the first ones and then {WINDOW}, with use_sliding_window"
+            f"layer_types {brief(types)} is not supported: of the {layers} layers, it must "
+            f"give {FULL} for the first ones and {WINDOW} for all others, and "
+            "use_sliding_window must be true"
         )
     has_window = full < layers
     return {"window": window if has_window else 0, "full_layers": full if has_window else 0}

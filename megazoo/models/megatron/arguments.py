@@ -52,7 +52,7 @@ def values_of(arguments: Any) -> dict:
     UserError if it has no arguments."""
     values = getattr(arguments, "state", arguments)
     if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
-        raise UserError("it has no arguments (args), which would say what the model is")
+        raise UserError("it has no arguments (args), which describe the model")
     return values
 
 
@@ -85,8 +85,8 @@ def config_of(values: dict, vocab_size: int) -> ModelConfig:
     }
     if kind not in builders:
         raise UserError(
-            f"normalization {kind[0]}, position_embedding_type {kind[1]} and swiglu {kind[2]} "
-            "together are none of our models"
+            f"normalization {kind[0]}, position_embedding_type {kind[1]} and swiglu "
+            f"{kind[2]} are not supported together"
         )
     family, own = builders[kind](args, sizes)
     return config_from_dict(family, {**sizes, **own})
@@ -143,11 +143,11 @@ def _llama(args: ConfigReader, sizes: dict) -> tuple[str, dict]:
     if args.take("qk_layernorm", False):
         if biases or qkv_bias:
             name = "add_bias_linear" if biases else "add_qkv_bias"
-            raise UserError(f"{name} True is not supported beside qk_layernorm")
+            raise UserError(f"{name} True is not supported with qk_layernorm")
         return "qwen3", {**values, "window": window}
     if biases:
         if window:
-            raise UserError("add_bias_linear True is not supported beside window_size")
+            raise UserError("add_bias_linear True is not supported with window_size")
         return "llama", {**values, "attention_bias": True, "mlp_bias": True}
     if qkv_bias:
         return "qwen2", {**values, "window": window}
@@ -159,9 +159,9 @@ def _check_plain_attention(args: ConfigReader, sizes: dict) -> None:
     for name, only in (("add_bias_linear", True), ("qk_layernorm", False), ("window_size", None)):
         args.only(name, only)
     if (groups := _groups(args, sizes["heads"])) != sizes["heads"]:
-        raise UserError(f"num_query_groups {groups} is not supported beside LayerNorm")
+        raise UserError(f"num_query_groups {groups} is not supported with LayerNorm")
     if head_size := _head_size(args, sizes):
-        raise UserError(f"kv_channels {head_size} is not supported beside LayerNorm")
+        raise UserError(f"kv_channels {head_size} is not supported with LayerNorm")
 
 
 def _gelu(args: ConfigReader) -> str:
@@ -199,7 +199,7 @@ def _window(args: ConfigReader) -> int:
         raise UserError(f"window_size {window!r} is not supported: it must be two numbers")
     before, after = window
     if after > 0:
-        raise UserError(f"window_size {window!r} is not supported: it has later tokens in it")
+        raise UserError(f"window_size {window!r} is not supported: it includes later tokens")
     return before + 1 if before >= 0 else 0
 
 
@@ -211,6 +211,6 @@ def _rope_scaling(args: ConfigReader) -> dict | None:
         return {"rope_type": "linear", "factor": float(interpolation)} if interpolation else None
     if interpolation:
         raise UserError(
-            "use_rope_scaling is not supported beside rotary_seq_len_interpolation_factor"
+            "use_rope_scaling is not supported with rotary_seq_len_interpolation_factor"
         )
     return {**LLAMA3_SCALING, "factor": float(factor)}

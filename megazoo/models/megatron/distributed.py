@@ -34,9 +34,12 @@ def read_distributed(directory: Path) -> tuple[Any, dict[str, Whole]]:
     file = directory / ABOUT
     about = json_object(file, read_bytes(file)) if file.is_file() else {}
     if (backend := about.get("sharded_backend", "torch_dist")) != "torch_dist":
-        raise UserError(f"{directory} is in the format {backend!r}: there are torch_dist and torch")
+        raise UserError(
+            f"{directory} has the format {backend!r}, which is not supported: use "
+            "torch_dist or torch"
+        )
     if not (directory / COMMON).is_file():
-        raise UserError(f"{directory} has no {COMMON}, which would say what the model is")
+        raise UserError(f"{directory} has no {COMMON}, which describes the model")
     common = load_torch(directory / COMMON)
     arguments = common.get("args") if isinstance(common, dict) else None
     try:
@@ -59,7 +62,7 @@ def _tensors(directory: Path, metadata: StandIn) -> dict[str, Whole]:
         if is_state(name):
             continue
         if not about.state:  # bytes, not a tensor
-            raise UserError(f"{directory}: {key} is not known")
+            raise UserError(f"{directory}: unknown key {key}")
         (dtype, *_), chunks = about.state["properties"].state, []
         for chunk in about.state["chunks"]:
             start, size = tuple(chunk.state["offsets"]), tuple(chunk.state["sizes"])
@@ -86,7 +89,7 @@ def _place_of(directory, key, info: dict, size: tuple, dtype: torch.dtype, sizes
     if not isinstance(dtype, torch.dtype):
         raise UserError(f"{path}: {key} is of an unknown dtype")
     if min(start, length) < 0 or start + length > sizes(file):
-        raise UserError(f"{path} has {sizes(file)} bytes, and should have {start + length}")
+        raise UserError(f"{path} has {sizes(file)} bytes, but should have {start + length}")
     if math.prod(max(count, 1) for count in size) * dtype.itemsize > length:
         raise UserError(f"{path}: {length} bytes can't hold {list(size)} of {key}")
     return partial(_stored, path, key, start, length, size, dtype)
@@ -96,7 +99,7 @@ def _stored(path: Path, key: str, start: int, length: int, size: tuple, dtype) -
     """Return the location of a chunk that torch.save wrote to a part of a file."""
     tensor = load_torch(path, start, length)
     if not isinstance(tensor, StoredTensor) or (tensor.shape, tensor.dtype) != (size, dtype):
-        raise UserError(f"{path}: {key} is not what {METADATA} says", exit_code=1)
+        raise UserError(f"{path}: {key} does not match {METADATA}", exit_code=1)
     return tensor
 
 

@@ -58,7 +58,9 @@ def _files(directory: Path) -> dict[tuple[int, int], Path]:
     for path in sorted(directory.glob(f"mp_rank_*/{FILE}")):
         match = RANK.fullmatch(path.parent.name)
         if not match or match[3]:
-            raise UserError(f"{path.parent} is of a rank that is not known: experts, perhaps")
+            raise UserError(
+                f"{path.parent} belongs to an unknown kind of rank (experts are not supported)"
+            )
         files[int(match[1]), int(match[2] or 0)] = path
     return files
 
@@ -66,10 +68,13 @@ def _files(directory: Path) -> dict[tuple[int, int], Path]:
 def _load(path: Path) -> dict:
     held = load_torch(path)
     if not isinstance(held, dict) or not any(name in held for name in ("model", "model0")):
-        raise UserError(f"{path} holds no model")
+        raise UserError(f"{path} does not contain a model")
     version = held.get("checkpoint_version", 3.0)
     if not isinstance(version, int | float) or version < 2:
-        raise UserError(f"{path} has version {version!r}, whose rows are in another order")
+        raise UserError(
+            f"{path} has version {version!r}, whose rows are in another order, which is not "
+            "supported"
+        )
     return held
 
 

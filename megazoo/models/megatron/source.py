@@ -44,7 +44,7 @@ def find_iteration(path: Path, iteration: int | None = None) -> Path:
     """
     if is_iteration(path):
         if iteration is not None:
-            raise UserError(f"{path} is one iteration: give the directory above it")
+            raise UserError(f"{path} is the directory of one iteration: use its parent directory")
         return path
     tracker = path / TRACKER
     if iteration is None:
@@ -52,15 +52,15 @@ def find_iteration(path: Path, iteration: int | None = None) -> Path:
             raise UserError(f"{path} is not a checkpoint of Megatron-LM: it has no {TRACKER}")
         word = read_bytes(tracker).decode(errors="replace").strip()
         if word != "release" and not (word.isascii() and word.isdigit()):
-            raise UserError(f"{tracker} names no iteration")
+            raise UserError(f"{tracker} does not name an iteration")
     else:
         word = str(iteration)
     found = path / (word if word == "release" else f"iter_{int(word):07d}")
     if not is_iteration(found):
         there = sorted(entry.name for entry in path.glob("iter_*") if is_iteration(entry))
         raise UserError(
-            f"{found} is no checkpoint of Megatron-LM in a format that is read, torch_dist or "
-            f"torch; there are {', '.join(there) or 'none'} beside it"
+            f"{found} is not a Megatron-LM checkpoint in a supported format (torch_dist, "
+            f"torch). Iterations found in the same directory: {', '.join(there) or 'none'}"
         )
     return found
 
@@ -132,7 +132,9 @@ class MegatronCheckpoint(ModelSource):
         dtype = reduce(torch.promote_types, (self._wholes[part].dtype for part in parts))
         if dtype not in DTYPES:
             known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-            raise UserError(f"{self.path}: {parts[0]} is of {dtype}: there are {known}")
+            raise UserError(
+                f"{self.path}: {parts[0]} has the data type {dtype}: use one of {known}"
+            )
         return dtype
 
     def file_sizes(self) -> dict[str, int]:
@@ -176,7 +178,8 @@ class MegatronCheckpoint(ModelSource):
             missing -= volume(found)
         if missing:
             raise UserError(
-                f"{self.path}: the files do not hold each element of {part} once", exit_code=1
+                f"{self.path}: some elements of {part} are missing, or are stored more than once",
+                exit_code=1,
             )
 
     def _vocab_size(self, given: int | None, values: dict) -> int:
@@ -187,12 +190,13 @@ class MegatronCheckpoint(ModelSource):
             size = open_tokenizer(self.tokenizer).vocab_size
         if size is None:
             advise(
-                f"{self.path}: the vocabulary is taken to have {padded} tokens, though Megatron-LM "
-                "may have padded it: convert_megatron.py --vocab-size N says its true size"
+                f"{self.path}: the vocabulary is assumed to have {padded} tokens, but "
+                "Megatron-LM may have padded it: `megazoo convert --vocab-size N` sets its "
+                "true size"
             )
             return padded
         if type(size) is not int or not 0 < size <= padded:
-            raise UserError(f"vocab-size {size!r} is not from 1 to the padded {padded}")
+            raise UserError(f"vocab-size {size!r} must be from 1 to {padded}, the padded size")
         return size
 
     def _check_complete(self) -> None:
@@ -206,8 +210,8 @@ class MegatronCheckpoint(ModelSource):
             problems.append(f"has the unexpected {some_of(extra)}")
         if problems:
             raise UserError(
-                f"{self.path} {' and '.join(problems)}: "
-                f"it is not the {self.model.__name__} of its arguments"
+                f"{self.path} {' and '.join(problems)}: its tensors do not match the "
+                f"{self.model.__name__} of its arguments"
             )
 
     def _check_shapes(self) -> None:
@@ -234,6 +238,6 @@ class MegatronCheckpoint(ModelSource):
                     whole[index] = values
             if not torch.equal(*rows):
                 raise UserError(
-                    f"{self.path}: {HEAD} is not {EMBEDDING}, though the arguments say that they "
-                    "are tied"
+                    f"{self.path}: {HEAD} differs from {EMBEDDING}, but the arguments describe "
+                    "them as tied"
                 )

@@ -36,7 +36,7 @@ def load_torch(path: Path, start: int = 0, size: int | None = None) -> Any:
         there = file.seek(0, io.SEEK_END)
         size = there - start if size is None else size
         if min(start, size) < 0 or start + size > there:
-            raise ValueError(f"it has {there} bytes, and should have {start + size}")
+            raise ValueError(f"it has {there} bytes, but should have {start + size}")
         window = _Window(file, start, size)
         with ZipFile(window) as archive:
             records = {info.filename.partition("/")[2]: info for info in archive.infolist()}

@@ -131,14 +131,15 @@ class _Unpickler(pickle.Unpickler):
         ):
             return self.kinds.setdefault((module, name), type(name, (StandIn,), {}))
         raise UserError(
-            f"{self.path} is refused: it would call {module}.{name}, and no checkpoint needs that"
+            f"{self.path} is not safe to load: it would call {module}.{name}, which no "
+            "checkpoint needs"
         )
 
     def persistent_load(self, reference):
         """Return the location of the elements of a tensor."""
         kind, dtype, name, _device, count = reference
         if kind != "storage" or not isinstance(dtype, torch.dtype) or self.storage is None:
-            raise ValueError("it refers to what is not in it")
+            raise ValueError("it refers to an object that it does not contain")
         return self.storage(name, dtype, count)
 
     def tensor(self, storage: Storage, offset: int, shape, strides, *_):

@@ -79,7 +79,7 @@ class _Shared:
         """Raise RuntimeError, as gloo does, if the rank has died, if any rank has given up, or
         after the timeout."""
         if self._flags[-1]:
-            raise RuntimeError(f"{LOST}: a rank has given up")
+            raise RuntimeError(f"{LOST}: a rank has stopped")
         if not _lives(self.pids[rank]):
             raise RuntimeError(f"{LOST}: process {self.pids[rank]} has ended")
         if waited > self.timeout.total_seconds():

@@ -172,7 +172,7 @@ BAD_INPUT = {
     "--load Qwen/Qwen3-1B": "Qwen/Qwen3-1B is not a directory, and no model of that name is in the",
     "--data wikitext": "--data 'wikitext' is not found, or not supported: use stdlib",
     "--split 1": "--split '1' is not valid: use two or three proportions",
-    "--tokenizer bpe": "unknown tokenizer 'bpe': there is byte",
+    "--tokenizer bpe": "unknown tokenizer 'bpe': use byte",
     "--load /nowhere": "/nowhere is not a directory",
     "--load tests": (
         "tests is not a checkpoint: it has neither latest nor megazoo.json, nor config.json"
@@ -216,7 +216,7 @@ BAD_INPUT = {
     f"--ffn-size {10**9}": "ffn_size 1000000000 must be at most 16777216",
     f"--tp {10**9}": "tp 1000000000 must be at most 65,536",
     "--data-workers 100000": "data-workers 100000 must be at most 1,000",
-    "--chat-template hello": "chat-template 'hello' must be Jinja, or contain {content} once",
+    "--chat-template hello": "chat template 'hello' is not valid: use Jinja",
 }
 
 

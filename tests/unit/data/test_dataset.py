@@ -89,7 +89,7 @@ def test_weights_and_sources_are_told_apart_and_what_is_neither_is_refused():
         check_data("1 stdlib -2 mock".split(), "95,5")
     with pytest.raises(UserError, match="--data 'wikitext' is not found"):
         check_data("1 stdlib 2 wikitext".split(), "95,5")
-    with pytest.raises(UserError, match="unknown tokenizer 'bpe': there is byte"):
+    with pytest.raises(UserError, match="unknown tokenizer 'bpe': use byte"):
         open_tokenizer("bpe")
 
 
@@ -176,14 +176,14 @@ def test_sequences_out_of_order_are_refused(token_files):
     token_files.with_suffix(".idx").write_bytes(data)
     train, valid, _ = open_all(token_files, split="60,40", seq_length=4)
     with pytest.raises(
-        UserError, match=f"{token_files}.idx: sequences . to . don't lie end to end in the .bin"
+        UserError, match=f"{token_files}.idx: sequences . to . are not contiguous in the .bin"
     ):
         train.datasets[0][0]
     valid.datasets[0][0]
     data[first : first + 80] = np.arange(90, -10, -10).astype("<i8").tobytes()
     token_files.with_suffix(".idx").write_bytes(data)
     with pytest.raises(
-        UserError, match=f"{token_files}.idx: sequences 0 to . don't lie end to end in the .bin"
+        UserError, match=f"{token_files}.idx: sequences 0 to . are not contiguous in the .bin"
     ):
         open_all(token_files, split="60,40", seq_length=4)
 

@@ -75,12 +75,17 @@ BROKEN = [
     ("a header cut short", "idx", IDX[:20], "a.idx has 20 bytes, fewer than its header"),
     ("another file", "idx", b"PK" + IDX[2:], "a.idx is not an index of version 1"),
     ("another version", "idx", IDX[:9] + b"\2" + IDX[10:], "a.idx is not an index of version 1"),
-    ("floats", "idx", IDX[:17] + b"\7" + IDX[18:], "dtype code 7 is of floating-point numbers"),
+    (
+        "floats",
+        "idx",
+        IDX[:17] + b"\7" + IDX[18:],
+        "dtype code 7 stands for floating-point numbers",
+    ),
     (
         "gpt-neox's floats",
         "idx",
         IDX[:17] + b"\6" + IDX[18:],
-        "dtype code 6 is of floating-point numbers",
+        "dtype code 6 stands for floating-point numbers",
     ),
     ("an unknown dtype", "idx", IDX[:17] + b"\11" + IDX[18:], "dtype code 9 is of unknown"),
     ("a lying number of sequences", "idx", IDX[:18] + b"\377" * 8 + IDX[26:], "its header needs"),
@@ -118,7 +123,7 @@ BROKEN = [
         "documents that don't end",
         "idx",
         IDX[:-8] + struct.pack("<q", 2),
-        "boundaries don't go from 0 to its 3 seq",
+        "boundaries of its documents must run from 0 to 3",
     ),
     (
         "documents out of order",

@@ -96,7 +96,7 @@ def test_shares_add_up_and_bad_weights_are_refused():
     for weights in ([1, 0], [1, -1], [1, float("nan")], [1, float("inf")]):
         with pytest.raises(UserError, match="must be above 0"):
             shares_of(weights)
-    with pytest.raises(UserError, match="the weight 1e-09 is less than a millionth of the blend"):
+    with pytest.raises(UserError, match="the weight 1e-09 is less than a millionth of the sum"):
         shares_of([1, 1e-9])
 
 

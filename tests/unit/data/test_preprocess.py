@@ -126,7 +126,7 @@ def test_a_worker_that_dies_is_told_in_one_line(tmp_path, monkeypatch):
 
     monkeypatch.setattr(ProcessPoolExecutor, "submit", die)
     source = write_jsonl(tmp_path / "a.jsonl", texts(10))
-    with pytest.raises(UserError, match="a worker died"):
+    with pytest.raises(UserError, match="a worker process died"):
         preprocess(Recipe((str(source),), "byte"), tmp_path / "out", 1)
 
 
@@ -269,7 +269,7 @@ def test_mistakes_are_told_in_one_line(tmp_path, monkeypatch, capsys):
         (out, tmp_path / "folder", [], 2, "folder has no files"),
         (out, source, ["--tokenizer", "bpe"], 2, "unknown tokenizer 'bpe'"),
         (out, source, ["--workers", 0], 2, "workers 0 must be at least 1"),
-        (out, source, ["--json-keys", "a", "a"], 2, "json-keys must be different"),
+        (out, source, ["--json-keys", "a", "a"], 2, "json-keys must be one or more different"),
         (there, source, [], 2, "use --overwrite to replace them"),
         (out, tmp_path / "broken.jsonl.gz", [], 1, "broken.jsonl.gz can't be read: "),
         (out, tmp_path / "broken.jsonl.zst", [], 1, "broken.jsonl.zst can't be read: "),

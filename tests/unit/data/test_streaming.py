@@ -175,10 +175,10 @@ def test_what_cannot_be_streamed_gets_one_line(tmp_path, monkeypatch):
             open_all(name, split="1,0").training.samples(0, 1)
     for value in (5, True, ["a"]):
         write_lines(tmp_path / "odd.jsonl", {"text": "a"}, {"text": value})
-        with pytest.raises(UserError, match=r"odd\.jsonl', document 2: its text is no string"):
+        with pytest.raises(UserError, match=r"odd\.jsonl', document 2: its text is not a string"):
             open_all(f"stream:{tmp_path}/odd.jsonl", split="1,0").training.samples(0, 1)
     pq.write_table(pa.Table.from_pylist([{"text": 5}]), tmp_path / "odd.parquet")
-    with pytest.raises(UserError, match=r"odd\.parquet', document 1: its text is no string: 5"):
+    with pytest.raises(UserError, match=r"odd\.parquet', document 1: its text is not a string: 5"):
         open_all(f"{tmp_path}/odd.parquet", split="1,0").training.samples(0, 1)
     (tmp_path / "odd.jsonl").write_text('{"text": "a"}\n{"text": "b"\n')
     with pytest.raises(UserError, match=r"odd\.jsonl', document 2: Expecting"):

@@ -240,9 +240,12 @@ WRONG = [
     ({"num_beams": 2, "do_sample": True}, "exclude each other"),
     (
         {"num_return_sequences": 2},
-        "num_return_sequences 2 needs do_sample, or num_beams of at least",
+        "num_return_sequences 2 needs do_sample=True, or num_beams of at least",
     ),
-    ({"num_beams": 2, "num_return_sequences": 3}, "num_return_sequences 3 needs do_sample, or"),
+    (
+        {"num_beams": 2, "num_return_sequences": 3},
+        "num_return_sequences 3 needs do_sample=True, or",
+    ),
     ({"num_return_sequences": 0}, "num_return_sequences 0 is out of range"),
     ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size -1 is out of range"),
     # names, what ends, padding on the right, and a streamer for two rows

@@ -107,3 +107,9 @@ def test_a_loop_over_micro_batches_has_the_mode_of_the_model(read):
     assert not any(modes(read).values())
     read.train()
     assert loss() != loss()
+
+
+def test_a_peft_directory_is_not_a_model(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(megazoo.UserError, match=r"only a PEFT adapter.*megazoo\.lora\.load"):
+        megazoo.from_pretrained(tmp_path, context())

@@ -146,10 +146,10 @@ MISTAKES = {
     "--model gpt2 --layouts tp1+sp": "tp1+sp: sequence parallelism needs tp above 1",
     "--model gpt2 --layouts tp2+ulysses": "tp2+ulysses: ulysses needs cp above 1",
     "--model gpt2 --shrink --layouts tp2cp4+ulysses": (
-        "tp2cp4+ulysses: cp-method ulysses cuts the 2 heads of a tp rank over cp 4: use cp 2"
+        "tp2cp4+ulysses: cp-method ulysses can't split the 2 heads of a tensor-parallel rank"
     ),
     "--model gpt2 --layouts pp2v2+zb-h1": "pp2v2+zb-h1: schedule zb-h1 supports one stage per rank",
-    "--model gpt2 --steps 0": "steps 0 must be at least 1, and ranks 4 at least 2",
+    "--model gpt2 --steps 0": "--steps 0 must be at least 1, and --ranks 4 at least 2",
 }
 
 

@@ -314,7 +314,7 @@ def test_what_can_not_be_checked_is_told_in_one_line(tmp_path, monkeypatch):
     """Also what only the one process notices; and before anything is planted."""
     with pytest.raises(UserError, match="steps 0 must be 1 or more"):
         next(check_parallel(SMALL, ["tp2"], steps=0))
-    with pytest.raises(UserError, match="trains language models, and no classifier"):
+    with pytest.raises(UserError, match="trains language models, not classifiers"):
         next(check_parallel(replace(SMALL, num_labels=2), ["tp2"]))
     with pytest.raises(UserError, match=re.escape(str(tmp_path))):
         next(check_parallel(SMALL, ["tp2"], load=tmp_path))

@@ -88,8 +88,8 @@ def test_mistakes_are_told_in_one_line(tmp_path):
         ("{{ none + 1 }}", [USER], {}, "can't be applied: unsupported operand"),
         ("{{ ''.__class__.__mro__ }}", [USER], {}, "can't be applied: access to attribute"),
         ("{{ messages.append(1) }}", [USER], {}, "can't be applied: access to attribute 'append'"),
-        ("a", [USER], GO_ON, "does not show the last message"),
-        ("a", [{"role": "user"}], GO_ON, "has no text to go on"),
+        ("a", [USER], GO_ON, "does not contain the last message"),
+        ("a", [{"role": "user"}], GO_ON, "has no text to continue"),
         ("a", [USER], {**GO_ON, "add_generation_prompt": True}, "exclude each other"),
     ]:
         tokenizer.chat_template = template

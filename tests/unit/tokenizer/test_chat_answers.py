@@ -92,7 +92,7 @@ def test_words_that_a_template_changes_are_refused(both):
     template = (
         "{% for m in messages %}{{ m['content'] | upper + loop.length | string }}{% endfor %}"
     )
-    with pytest.raises(UserError, match="does not show message 2 as it is: mark what is trained"):
+    with pytest.raises(UserError, match="changes the text of message 2: mark the text to train"):
         encode_conversation(both[1], {"messages": TALK}, template)
 
 

@@ -110,8 +110,10 @@ def test_a_call_refuses_what_it_does_not_do():
     for message, settings in {
         "padding 'max_length' is none of False, True, 'longest'": dict(padding="max_length"),
         "return_tensors 'np' is none of None, 'pt'": dict(return_tensors="np"),
-        "truncation=True and max_length go together": dict(max_length=3),
-        "texts of 1 to 2 tokens make no tensor: give padding=True": dict(return_tensors="pt"),
+        "truncation=True and max_length need each other": dict(max_length=3),
+        "texts of 1 to 2 tokens can't form one tensor: pass padding=True": dict(
+            return_tensors="pt"
+        ),
         "padding_side 'up' is neither": dict(padding_side="up"),
     }.items():
         with pytest.raises(UserError, match=message):
