@@ -262,7 +262,7 @@ def test_the_program_tells_mistakes_in_one_line(language_models, tmp_path, monke
     sizes = ["--device", "cpu", "--seq-length", "32"]
     for arguments, code, message in [
         (["--num-labels", 2], 2, f"data stdlib: {needs}"),
-        (["--num-labels", 0, "--data", rows], 2, "num-labels 0 must be at least 1"),
+        (["--num-labels", 0, "--data", rows], 2, "--num-labels 0 must be at least 1"),
         (classifier, 2, "data stdlib: a classifier of 3 labels needs JSONL"),
         (
             [*classifier, "--num-labels", 2, "--data", rows],
@@ -292,7 +292,7 @@ def test_evaluate_tells_mistakes_in_one_line(language_models, tmp_path, monkeypa
         (two, ["--labels", rows, "--text", rows], "use exactly one of --text, --choices"),
         (two, ["--labels", bad], f"{bad}, line 2: {label}"),
         (two, ["--labels", none], f"{none}, line 1: its text has no tokens"),
-        (two, ["--labels", rows, "--seq-length", 33], "seq-length 33 must be from 1 to"),
+        (two, ["--labels", rows, "--seq-length", 33], "--seq-length 33 must be from 1 to"),
         (two, ["--text", rows], "a classifier does not score tokens"),
     ]:
         arguments = [model, *arguments, "--tokenizer", "byte"]

@@ -365,7 +365,7 @@ MISTAKES = [
         "transformers finds no transformer.h.4.attn.c_attn.bias in fewer, and",
     ),
     ("classifier", "classifier is a classifier: only language models are supported"),
-    ("ours --seq-length 33", "seq-length 33 must be from 2 to 32"),
+    ("ours --seq-length 33", "--seq-length 33 must be from 2 to 32"),
     ("ours --padding 31 --seq-length 31", "padding 31 must be below 30"),
     ("ours --batch-size 0", "batch-size 0 must be 1 or more"),
     ("ours --tolerance -1", "tolerance -1.0 must be 0 or more"),

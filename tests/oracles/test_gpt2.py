@@ -182,7 +182,7 @@ def test_bad_inputs_of_a_batch_are_refused():
         model.train_batch(token_ids())
     with pytest.raises(UserError, match="the first stage needs input_ids"):
         model.train_batch(labels=token_ids())
-    with pytest.raises(UserError, match="unknown schedule '2f2b': there are gpipe, 1f1b"):
+    with pytest.raises(UserError, match="unknown schedule '2f2b': use one of gpipe, 1f1b"):
         model.train_batch(token_ids(), labels=token_ids(), schedule="2f2b")
     virtual = megazoo.from_config(GPT2Config(**SIZES), ParallelContext.virtual(tp=2))
     with pytest.raises(UserError, match="a virtual context has no other ranks"):

@@ -177,7 +177,7 @@ def test_evaluate_tells_mistakes_in_one_line(directories, tmp_path, monkeypatch,
         ("--choices", tmp_path / "c.jsonl"): 'c.jsonl, line 1 is not {"context"',
         ("--choices", tmp_path / "d.jsonl"): "d.jsonl has no lines",
         ("--text", tmp_path / "none"): "none can't be read: No such file",
-        ("--text", __file__, "--seq-length", 65): "seq-length 65 must be from 1 to 64",
+        ("--text", __file__, "--seq-length", 65): "--seq-length 65 must be from 1 to 64",
         ("--text", __file__, "--stride", 65): "stride 65 must be from 1",
     }.items():
         code, _, error = run_main(evaluate, monkeypatch, capsys, directories / "hf", *arguments)

@@ -125,8 +125,8 @@ def method_of_the_run(arguments: list[str]) -> tuple[str, int]:
 
 
 MISTAKES = {
-    "--cp 0": "cp 0 must be at least 1",
-    "--cp 70000": "cp 70000 must be at most 65,536",
+    "--cp 0": "--cp 0 must be at least 1",
+    "--cp 70000": "--cp 70000 must be at most 65,536",
     "--cp 4 --tp 2 --cp-method ulysses": "cp-method ulysses cuts the 2 heads of a tp rank over "
     "cp 4: use cp 2 at most, or cp-method allgather",
     "--cp 2 --cp-method ring": "--cp-method is 'ring': use one of allgather, ulysses",
@@ -200,4 +200,4 @@ def test_generation_and_scores_are_those_of_one_process(saved, ranks, tmp_path):
 
 def test_a_tool_refuses_a_cp_that_is_none(saved, monkeypatch, capsys):
     code, _, error = run_main(generate, monkeypatch, capsys, saved, "--cp", 0, "--prompt", "a")
-    assert (code, error) == (2, "generate.py: error: cp 0 must be at least 1\n")
+    assert (code, error) == (2, "generate.py: error: --cp 0 must be at least 1\n")

@@ -113,7 +113,7 @@ MISTAKES = [
     (f"{GENERATE} --max-new-tokens 1{'0' * 18}", "exceed the model's max-positions 64", 2),
     (f"{EVALUATE} --text text.jsonl --seq-length 1{'0' * 18}", "must be from 1 to 64, the", 2),
     (f"plot_schedule --microbatches 1{'0' * 18}", "at most 10000 can be drawn", 2),
-    ("plot_schedule --cost inf inf inf", "cost must be three numbers", 2),
+    ("plot_schedule --cost inf inf inf", "--cost must be three numbers", 2),
     (
         "plan --preset gpt2-tiny --layers 64 --pp 64 --global-batch-size 1000000 "
         "--micro-batch-size 1",
@@ -287,7 +287,7 @@ def test_a_malformed_variable_is_named_in_one_line(run):
 
 def test_a_port_that_is_not_for_ranks_is_let_be(run):
     code, err = run(f"{TRAIN} --layers 0", "MASTER_PORT=tcp://10.0.0.1:80")
-    check_line(err, "pretrain_gpt", "layers 0 must be at least 1")
+    check_line(err, "pretrain_gpt", "--layers 0 must be at least 1")
     assert code == 2
 
 
@@ -296,7 +296,7 @@ def test_a_program_runs_in_a_notebook(run, monkeypatch):
     words = []
     monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=words.append, flush=lambda: None))
     code, _ = run(f"{TRAIN} --layers 0")
-    assert (code, "layers 0 must be at least 1" in "".join(words)) == (2, True)
+    assert (code, "--layers 0 must be at least 1" in "".join(words)) == (2, True)
 
 
 def test_ids_of_a_generation_config_are_numbers(run, files, tmp_path):

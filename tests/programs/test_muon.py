@@ -61,7 +61,7 @@ def test_settings_that_cant_be(monkeypatch, capsys):
     for words, told in [
         ("--offload-optimizer", "--offload-optimizer cannot be used with --optimizer muon"),
         ("--muon-lr -1", "muon-lr"),
-        ("--muon-lr 0", "muon-lr must be above 0"),
+        ("--muon-lr 0", "--muon-lr must be above 0"),
         ("--muon-momentum 1", "muon-momentum"),
         ("--ns-steps 0", "ns-steps"),
         ("--ns-dtype float16", "ns-dtype"),

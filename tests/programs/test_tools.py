@@ -48,7 +48,7 @@ def test_plot_schedule_draws_png_and_svg_and_tells_the_bubble(tmp_path, capsys, 
             "--schedule zb-h1 --virtual-pp 2".split()
         ): "schedule zb-h1 supports one stage per rank: use virtual-pp 1, or schedule 1f1b",
         ("--output", "a.pdf"): "a.pdf must end in .png or .svg",
-        ("--cost", "1", "2"): "cost must be three numbers above 0: the times of F, I and W",
+        ("--cost", "1", "2"): "--cost must be three numbers above 0: the times of F, I and W",
         ("--output", "/none/a.svg"): "can't write /none/a.svg: No such file or directory",
     }.items():
         code, _, error = run_main(plot_schedule, monkeypatch, capsys, *arguments)

@@ -83,12 +83,14 @@ def test_steps_and_epochs_replace_each_other(tmp_path):
         assert options.data.data == data
     config.write_text("mock_data = true\n")
     assert CommandLine.read(["--config", str(config), "--data", "c"]).options().data.data == ("c",)
-    with pytest.raises(megazoo.UserError, match="give data or mock-data, not both"):
+    with pytest.raises(megazoo.UserError, match="--data and --mock-data exclude each other"):
         CommandLine.read(["--mock-data", "--data", "c"]).options()
     line = CommandLine.read(["--no-mock-data", "--data", "c"])
     assert line.options({"data": ["mock"], "mock_data": True}).data.data == ("c",)
     config.write_text("epochs = 3\nsteps = 5\n")
-    with pytest.raises(megazoo.UserError, match="give steps or epochs, not both"):
+    with pytest.raises(
+        megazoo.UserError, match="--steps and --epochs exclude each other: use one of them"
+    ):
         CommandLine.read(["--config", str(config)]).options()
 
 
@@ -130,23 +132,23 @@ def test_rotary_scaling_takes_seq_length_past_max_positions(tmp_path):
 BAD_INPUT = {
     "--tp 3": "heads 4 can't be sharded over tp 3: use tp 1, 2 or 4",
     "--tp 8": "heads 4 can't be sharded over tp 8: use tp 1, 2 or 4",
-    "--tp 0": "tp 0 must be at least 1",
+    "--tp 0": "--tp 0 must be at least 1",
     "--pp 5": "layers 4 are too few for pp 5 stages: use pp of at most 4",
     "--heads 3": "hidden-size 128 is not divisible by heads 3: use heads 1, 2, 4, 8, 16, 32, 64 or",
-    "--layers 0": "layers 0 must be at least 1",
+    "--layers 0": "--layers 0 must be at least 1",
     "--global-batch-size 10 --micro-batch-size 4": (
         "global-batch-size 10 is not a multiple of micro-batch-size 4 x dp 1 = 4: use 8 or 12"
     ),
     "--micro-batch-size 64 --global-batch-size 32": (
         "global-batch-size 32 is not a multiple of micro-batch-size 64 x dp 1 = 64: use 64"
     ),
-    "--micro-batch-size 0": "micro-batch-size 0 must be at least 1",
+    "--micro-batch-size 0": "--micro-batch-size 0 must be at least 1",
     "--seq-length 512": (
         "seq-length 512 exceeds the model's max-positions 256: "
         "use a smaller --seq-length, or a larger --max-positions"
     ),
     "--vocab-size 100": (
-        "vocab-size 100 is smaller than the 257 of the tokenizer byte: use --vocab-size 257"
+        "--vocab-size 100 is smaller than the vocabulary of the tokenizer byte, 257 tokens: use"
     ),
     "--hiden-size 64": "unknown flag --hiden-size; did you mean --hidden-size? (--help lists all)",
     "--preset gpt2-xll": "unknown model or preset 'gpt2-xll'; did you mean gpt2-xl?",
@@ -157,12 +159,12 @@ BAD_INPUT = {
     "--zero 2": "--zero is '2': use one of 0, 1",
     "--sequence-parallel=maybe": "--sequence-parallel is 'maybe': use one of True, False",
     "--profile-steps 1": "--profile-steps needs 2 values",
-    "--lr nan": "lr nan must be 0 or more",
+    "--lr nan": "--lr nan must be 0 or more",
     "--lr 1e-4 --min-lr 1e-3": "--min-lr 0.001 exceeds --lr 0.0001: use a smaller --min-lr",
-    "--warmup-steps 500": "warmup-steps 500 exceeds the 400 steps of the learning-rate "
+    "--warmup-steps 500": "--warmup-steps 500 exceeds the 400 steps of the learning-rate "
     "schedule: use fewer",
-    "--dropout 1": "dropout 1.0 must be below 1",
-    "--schedule 2f2b": "unknown schedule '2f2b': there are gpipe, 1f1b, zb-h1",
+    "--dropout 1": "--dropout 1.0 must be below 1",
+    "--schedule 2f2b": "unknown schedule '2f2b': use one of gpipe, 1f1b, zb-h1",
     "--steps": "--steps needs a value",
     "stray": "unexpected argument stray: it does not belong to a flag (see --help)",
     "--compile x": "unexpected argument x: it does not belong to a flag (see --help)",
@@ -192,9 +194,9 @@ BAD_INPUT = {
         "--data '0.5 stdlib 0.5' is not valid: use one source, or alternating weights and sources"
     ),
     "--data 0 stdlib 1 stdlib": "the weights of a blend must be above 0: 0, 1",
-    "--epochs 2 --steps 3": "give steps or epochs, not both",
-    "--epochs 0": "epochs 0 must be at least 1",
-    "--data-workers -1": "data-workers -1 must be 0 or more",
+    "--epochs 2 --steps 3": "--steps and --epochs exclude each other: use one of them",
+    "--epochs 0": "--epochs 0 must be at least 1",
+    "--data-workers -1": "--data-workers -1 must be 0 or more",
     "--save=": "--save is empty: pass a directory",
     "--load=": "--load is empty: pass a directory",
     "--config=": "--config is empty: pass a directory",
@@ -206,16 +208,16 @@ BAD_INPUT = {
     "--save a\0b": "--save is 'a\\x00b': it must be text in UTF-8, without NUL",
     "--steps 1e23": "--steps is '1e23': it must be an int",
     f"--steps {10**30}": f"--steps is {10**30}: it must be below 2**63",
-    f"--steps {10**13}": "steps 10000000000000 must be at most 1,000,000,000,000",
-    "--lr 1e308": "lr 1e+308 must be at most 1e+100",
-    "--timeout 1e308": "timeout 1e+308 must be at most 31,536,000",
+    f"--steps {10**13}": "--steps 10000000000000 must be at most 1,000,000,000,000",
+    "--lr 1e308": "--lr 1e+308 must be at most 1e+100",
+    "--timeout 1e308": "--timeout 1e+308 must be at most 31,536,000",
     f"--vocab-size {10**18}": f"vocab_size {10**18} must be at most {2**40}",
     f"--layers {10**9}": "layers 1000000000 must be at most 10000",
     f"--heads {10**9}": "heads 1000000000 must be at most 65536",
     f"--hidden-size {10**9}": "hidden_size 1000000000 must be at most 1048576",
     f"--ffn-size {10**9}": "ffn_size 1000000000 must be at most 16777216",
-    f"--tp {10**9}": "tp 1000000000 must be at most 65,536",
-    "--data-workers 100000": "data-workers 100000 must be at most 1,000",
+    f"--tp {10**9}": "--tp 1000000000 must be at most 65,536",
+    "--data-workers 100000": "--data-workers 100000 must be at most 1,000",
     "--chat-template hello": "chat template 'hello' is not valid: use Jinja",
 }
 
@@ -252,8 +254,8 @@ TOML = {
     "lr = false": "lr is False: it must be a number",
     'compile = "yes"': "compile is 'yes': it must be true or false",
     "tie_embeddings = 1": "tie_embeddings is 1: it must be true or false",
-    'dtype = "float8"': "dtype is 'float8': there are float32, bfloat16, float16",
-    "zero = 2": "zero is 2: there are 0, 1",
+    'dtype = "float8"': "dtype is 'float8': use one of float32, bfloat16, float16",
+    "zero = 2": "zero is 2: use one of 0, 1",
     "stage_layers = 5": "stage_layers is 5: it must be a string",
     "profile_steps = [1]": "profile_steps is a list",
     "steps = [1]": "steps must be a single value",
@@ -387,5 +389,5 @@ def test_what_is_given_is_checked_with_what_the_resumed_run_has(monkeypatch, tmp
     monkeypatch.setattr(settings, "open_weights", lambda options: opened)
     given = ["--load", str(tmp_path), "--warmup-steps", "500"]
     assert settings.resolve(given, "").options.training.steps == 2000
-    with pytest.raises(UserError, match="warmup-steps 2500 exceeds the 2000 steps"):
+    with pytest.raises(UserError, match="--warmup-steps 2500 exceeds the 2000 steps"):
         settings.resolve([*given[:-1], "2500"], "")

@@ -268,7 +268,7 @@ def test_mistakes_are_told_in_one_line(tmp_path, monkeypatch, capsys):
         (out, tmp_path / "none", [], 2, "none: no such file"),
         (out, tmp_path / "folder", [], 2, "folder has no files"),
         (out, source, ["--tokenizer", "bpe"], 2, "unknown tokenizer 'bpe'"),
-        (out, source, ["--workers", 0], 2, "workers 0 must be at least 1"),
+        (out, source, ["--workers", 0], 2, "--workers 0 must be at least 1"),
         (out, source, ["--json-keys", "a", "a"], 2, "json-keys must be one or more different"),
         (there, source, [], 2, "use --overwrite to replace them"),
         (out, tmp_path / "broken.jsonl.gz", [], 1, "broken.jsonl.gz can't be read: "),

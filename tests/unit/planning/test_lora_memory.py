@@ -345,7 +345,7 @@ def test_the_tool_tells_it_in_its_table_and_as_json(tmp_path, capsys):
 
 REFUSED = {
     "--lora-rank 4 --lora-targets qq": "the target 'qq' is not a linear layer of the model",
-    "--lora-targets q": "lora-targets needs adapters: use --lora-rank R",
+    "--lora-targets q": "--lora-targets needs adapters: use --lora-rank R",
     "--train-only nothing": "the pattern 'nothing' matches no parameter; there are",
     "--num-labels 2": "planning a classifier is not supported: plan the",
 }

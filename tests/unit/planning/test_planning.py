@@ -345,9 +345,9 @@ def test_search_lists_what_fits_fastest_first(capsys):
 def test_mistakes_are_told_in_one_line(capsys, monkeypatch):
     for arguments, message in {
         "--tp 3": "heads 4 can't be sharded over tp 3: use tp 1, 2 or 4",
-        "--dp 0": "dp 0 must be at least 1",
-        "--tp 100000": "tp 100000 must be at most 65,536",
-        "--recompute-interval 0": "recompute-interval 0 must be at least 1",
+        "--dp 0": "--dp 0 must be at least 1",
+        "--tp 100000": "--tp 100000 must be at most 65,536",
+        "--recompute-interval 0": "--recompute-interval 0 must be at least 1",
         "--global-batch-size 3 --micro-batch-size 1 --dp 2": "global-batch-size 3 is not a "
         "multiple of micro-batch-size 1 x dp 2 = 2: use 2 or 4",
         "--optimizer muon --offload-optimizer": "offload-optimizer keeps AdamW's state on the CPU: "
@@ -355,7 +355,7 @@ def test_mistakes_are_told_in_one_line(capsys, monkeypatch):
         "--pp 9": "layers 4 are too few for pp 9 stages: use pp of at most 4",
         "--search --memory 80X": "'80X' is not a size such as 5GB or 200MB",
         "--search --memory 1KB": "no layout of 8 GPUs fits into 1KB",
-        "--search --gpus 0": "gpus 0 must be at least 1",
+        "--search --gpus 0": "--gpus 0 must be at least 1",
         "--serach": "unknown flag --serach; did you mean --search? (--help lists all)",
         "--seq-length 257": "seq-length 257 exceeds the model's max-positions 256: use "
         "at most that, or a larger --max-positions",
