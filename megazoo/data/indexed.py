@@ -52,9 +52,9 @@ class IndexedTokens:
                 f"{index} is not an index of version 1 (it begins with {magic!r}, {version})"
             )
         if code not in DTYPES:
-            kind = "floating-point" if code in (6, 7) else "unknown"
+            kind = "floating-point numbers" if code in (6, 7) else "an unknown type"
             raise UserError(
-                f"{index}: dtype code {code} stands for {kind} numbers, but tokens must be integers"
+                f"{index}: dtype code {code} stands for {kind}, but tokens must be integers"
             )
         needed = HEADER.size + 12 * sequences + 8 * boundaries
         if len(data) not in (needed, needed + sequences):  # modes add one byte per sequence

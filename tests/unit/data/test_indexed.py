@@ -87,7 +87,7 @@ BROKEN = [
         IDX[:17] + b"\6" + IDX[18:],
         "dtype code 6 stands for floating-point numbers",
     ),
-    ("an unknown dtype", "idx", IDX[:17] + b"\11" + IDX[18:], "dtype code 9 is of unknown"),
+    ("an unknown dtype", "idx", IDX[:17] + b"\11" + IDX[18:], "dtype code 9 stands for an unknown"),
     ("a lying number of sequences", "idx", IDX[:18] + b"\377" * 8 + IDX[26:], "its header needs"),
     (
         "a negative length",
