@@ -335,7 +335,7 @@ def test_the_readme_shows_the_block_of_llama():
 
 
 def test_the_table_of_flags_has_every_setting():
-    page = refresh_docs.TRAINING.read_text()
+    page = refresh_docs.OPTIONS.read_text()
     table = page.partition(refresh_docs.BEGIN)[2].partition(refresh_docs.END)[0]
     missing = {"--" + name.replace("_", "-") for name in settings_of(Options)} - set(
         re.findall(r"^\| `(--[\w-]+)`", table, re.MULTILINE)
