@@ -127,12 +127,12 @@ def plan_lines(plan: Plan) -> list[str]:
         f"{plan.model}, {plan.parameters:,} parameters{trained}, on {sizes}",
         f"  {plan.microbatches} micro-batch{'es' * (plan.microbatches > 1)} of "
         f"{batch['micro_batch_size']} x "
-        f"{batch['seq_length']} tokens a replica, {batch['dtype']}, recompute {batch['recompute']}",
-        f"  bubble {plan.bubble:.2%} of the work, "
-        f"{plan.bubble_of_stages:.2%} with what each stage really has to do",
-        f"  {plan.model_flops_per_token:.4g} model FLOPs a token, nothing twice",
+        f"{batch['seq_length']} tokens per replica, {batch['dtype']}, recompute {batch['recompute']}",
+        f"  bubble {plan.bubble:.2%} if all stages take equal time, "
+        f"{plan.bubble_of_stages:.2%} with the FLOPs of each stage",
+        f"  {plan.model_flops_per_token:.4g} model FLOPs per token, without recomputation",
         *table(rows),
-        "bytes; FLOPs and bytes sent are a step's; "
-        "each line stands for its tp ranks in every replica"
-        + (", and all along cp" if layout["cp"] > 1 else ""),
+        "memory and traffic in bytes; FLOPs and traffic per step; "
+        "each line applies to its tp ranks in every replica"
+        + (", and to all cp ranks" if layout["cp"] > 1 else ""),
     ]
