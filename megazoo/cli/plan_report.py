@@ -126,8 +126,8 @@ def plan_lines(plan: Plan) -> list[str]:
     return [
         f"{plan.model}, {plan.parameters:,} parameters{trained}, on {sizes}",
         f"  {plan.microbatches} micro-batch{'es' * (plan.microbatches > 1)} of "
-        f"{batch['micro_batch_size']} x "
-        f"{batch['seq_length']} tokens per replica, {batch['dtype']}, recompute {batch['recompute']}",
+        f"{batch['micro_batch_size']} x {batch['seq_length']} tokens per replica, "
+        f"{batch['dtype']}, recompute {batch['recompute']}",
         f"  bubble {plan.bubble:.2%} if all stages take equal time, "
         f"{plan.bubble_of_stages:.2%} with the FLOPs of each stage",
         f"  {plan.model_flops_per_token:.4g} model FLOPs per token, without recomputation",
