@@ -32,6 +32,10 @@ GALLERY = "<!-- gallery: from tools/check_parallel.py --self-test -->\n"
 END_OF_GALLERY = "<!-- end of gallery -->\n"
 BEGIN, END = "<!-- flags: from megazoo/cli/options.py -->\n", "<!-- end of flags -->\n"
 
+# By command: further scripts that run it. test_pages.py finds a script of tools/ without a row.
+MORE_SCRIPTS = {
+    "convert": ("tools/reshard.py", "tools/merge_shards.py", "tools/convert_megatron.py"),
+}
 # By class: the heading of its table.
 HEADINGS = {
     "ModelOptions": "Model",
@@ -109,10 +113,11 @@ def written(default) -> str:
 
 
 def command_table() -> str:
-    """Return a table of the commands, and of the scripts of a clone that are the same."""
-    table = "| command | in a clone | what it does |\n|---|---|---|\n"
+    """Return a table of the commands, and of the scripts that run them."""
+    table = "| command | script | purpose |\n|---|---|---|\n"
     for each in COMMANDS:
-        script = f"`{each.script}`" if each.script else ""
+        scripts = [each.script, *MORE_SCRIPTS.get(each.name, ())]
+        script = ", ".join(f"`{name}`" for name in scripts if name)
         table += f"| `megazoo {each.name}` | {script} | {each.summary} |\n"
     return table
 

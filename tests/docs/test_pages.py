@@ -343,6 +343,12 @@ def test_the_table_of_flags_has_every_setting():
     assert missing == set()
 
 
+def test_the_table_of_commands_has_every_script():
+    table = refresh_docs.command_table()
+    tools = {f"tools/{tool.name}" for tool in (ROOT / "tools").glob("*.py")}
+    assert {tool for tool in tools if f"`{tool}`" not in table} == {"tools/benchmark.py"}
+
+
 @pytest.mark.parametrize("page", refresh_docs.TAKEN, ids=lambda page: page.stem)
 def test_what_a_page_takes_from_the_code_is_in_it(page):
     assert page.read_text() == refresh_docs.refreshed(page), "python -m tests.docs.refresh_docs"
