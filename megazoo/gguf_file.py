@@ -36,7 +36,9 @@ class GGUF(NamedTuple):
 def library() -> ModuleType:
     """Return the package `gguf`. UserError if it is not installed."""
     if not is_installed("gguf"):
-        raise UserError("GGUF files need the package gguf: pip install 'megazoo[gguf]'")
+        raise UserError(
+            "GGUF files need the package gguf; in the clone of megazoo: pip install -e '.[gguf]'"
+        )
     return import_module("gguf")
 
 

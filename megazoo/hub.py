@@ -107,7 +107,8 @@ def check_upload(name: str) -> None:
         import huggingface_hub  # noqa: F401
     except ImportError:
         raise UserError(
-            "an upload to the Hugging Face hub needs huggingface_hub: pip install 'megazoo[hub]'"
+            "an upload to the Hugging Face hub needs huggingface_hub; "
+            "in the clone of megazoo: pip install -e '.[hub]'"
         ) from None
 
 
@@ -138,7 +139,7 @@ def _fetched(name: str, revision: str, tokenizer_alone: bool) -> Path:
     except ImportError:
         raise UserError(
             f"{name} is not a directory; a model of that name on the Hugging Face hub needs "
-            "huggingface_hub: pip install 'megazoo[hub]'"
+            "huggingface_hub; in the clone of megazoo: pip install -e '.[hub]'"
         ) from None
     with _notes_of(name, revision) as notes:
         job = f"{_launcher()} {tokenizer_alone}"

@@ -128,11 +128,11 @@ def plan_lines(plan: Plan) -> list[str]:
         f"  {plan.microbatches} micro-batch{'es' * (plan.microbatches > 1)} of "
         f"{batch['micro_batch_size']} x {batch['seq_length']} tokens per replica, "
         f"{batch['dtype']}, recompute {batch['recompute']}",
-        f"  bubble {plan.bubble:.2%} of the compute time, {plan.bubble_of_stages:.2%} "
-        "with the actual cost of each stage",
+        f"  bubble {plan.bubble:.2%} if all stages take equal time, "
+        f"{plan.bubble_of_stages:.2%} with the FLOPs of each stage",
         f"  {plan.model_flops_per_token:.4g} model FLOPs per token, without recomputation",
         *table(rows),
-        "memory in bytes; FLOPs and bytes sent are per step; each line describes one "
-        "of the tp ranks of each replica"
-        + (" and each of its cp ranks" if layout["cp"] > 1 else ""),
+        "memory and traffic in bytes; FLOPs and traffic per step; "
+        "each line applies to its tp ranks in every replica"
+        + (", and to all cp ranks" if layout["cp"] > 1 else ""),
     ]

@@ -67,7 +67,8 @@ def check_stream(name: str) -> None:
     files_of_stream(name)
     if not is_installed("datasets"):
         raise UserError(
-            f"data {name!r} is read by the package datasets: pip install 'megazoo[datasets]'"
+            f"data {name!r} needs the package datasets; "
+            "in the clone of megazoo: pip install -e '.[datasets]'"
         )
 
 

@@ -23,7 +23,9 @@ try:
         postprocess_generated_text,
     )
 except ImportError as error:
-    raise UserError(f"lm_eval can't be imported: {error} (pip install 'megazoo[eval]')") from error
+    raise UserError(
+        f"lm_eval can't be imported: {error} (in the clone of megazoo: pip install -e '.[eval]')"
+    ) from error
 
 # Settings of generation_config.json that are used unless a task overrides them.
 SAVED = ("top_k", "top_p", "repetition_penalty", "no_repeat_ngram_size")

@@ -16,7 +16,9 @@ try:
     from jinja2 import TemplateError
     from lm_eval.tasks import TaskManager
 except ImportError as error:
-    raise UserError(f"lm_eval can't be imported: {error} (pip install 'megazoo[eval]')") from error
+    raise UserError(
+        f"lm_eval can't be imported: {error} (in the clone of megazoo: pip install -e '.[eval]')"
+    ) from error
 
 from megazoo.evaluation.harness import HarnessModel
 

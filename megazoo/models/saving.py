@@ -96,8 +96,8 @@ class Saving:
         """Upload a Hugging Face directory to a repository of the Hugging Face hub. Every rank calls
         it.
 
-        It needs huggingface_hub (pip install 'megazoo[hub]') and uses its token. All ranks must be
-        able to write to the temporary directory of rank 0.
+        It needs huggingface_hub (the extra `hub`) and uses its token. All ranks must be able to
+        write to the temporary directory of rank 0.
 
         Args:
             repo_id: name of the repository, org/name. It is created if it does not exist.

@@ -14,7 +14,7 @@ its context, in nats. If lines have "answer" (the index of the correct choice), 
 often the most likely choice is correct. --labels reads lines of {"text": "..."}, optionally with
 "text_pair", and predicts the label of each with a classifier. If lines have "label", it also
 prints the loss, the accuracy and, for two labels, the F1 score of label 1. --tasks prints the
-table of the harness (pip install 'megazoo[eval]').
+table of the harness, which `pip install -e '.[eval]'` in the clone of megazoo installs.
 """
 
 import json

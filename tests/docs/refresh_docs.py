@@ -1,4 +1,4 @@
-"""Write into the pages what they take from the code: the table of flags in docs/training.md, of
+"""Write into the pages what they take from the code: the table of flags in docs/options.md, of
 commands in docs/command.md, of presets in docs/models.md, and the file of Qwen3 in
 docs/new_model.md; with --self-test, which takes a minute, also the gallery of
 mistakes in docs/proof.md.
@@ -23,7 +23,7 @@ from megazoo.cli import options as settings  # noqa: E402
 from megazoo.cli.commands import COMMANDS  # noqa: E402
 from megazoo.programs import models  # noqa: E402
 
-TRAINING = ROOT / "docs" / "training.md"
+OPTIONS = ROOT / "docs" / "options.md"
 NEW_MODEL = ROOT / "docs" / "new_model.md"
 QWEN3 = ROOT / "megazoo" / "models" / "qwen3.py"
 FIRST_BLOCK = re.compile(r"(?<=^```python\n).*?(?=^```$)", re.DOTALL | re.MULTILINE)
@@ -32,21 +32,43 @@ GALLERY = "<!-- gallery: from tools/check_parallel.py --self-test -->\n"
 END_OF_GALLERY = "<!-- end of gallery -->\n"
 BEGIN, END = "<!-- flags: from megazoo/cli/options.py -->\n", "<!-- end of flags -->\n"
 
+# By command: further scripts that run it. test_pages.py finds a script of tools/ without a row.
+MORE_SCRIPTS = {
+    "convert": ("tools/reshard.py", "tools/merge_shards.py", "tools/convert_megatron.py"),
+}
+# By class: the heading of its table.
+HEADINGS = {
+    "ModelOptions": "Model",
+    "ParallelOptions": "Parallelism",
+    "TrainingOptions": "Steps, batch size, precision",
+    "LoRAOptions": "LoRA",
+    "OptimizerOptions": "Optimizer and learning rate",
+    "DataOptions": "Data and tokenizer",
+    "CheckpointOptions": "Checkpoints",
+    "EvaluationOptions": "Evaluation",
+    "LoggingOptions": "Logging and profiling",
+    "Options": "Configuration file and dry run",
+}
+NO_GROUP = "Flags that read or print the settings of a run."
+
 
 def flag_table() -> str:
-    """Return one table for each group of settings: flag, default, meaning."""
+    """Return one table for each group of settings: flag, default, effect."""
     helps = help_texts(Path(settings.__file__).read_text())
     groups = [f.default_factory for f in fields(settings.Options) if f.default_factory != MISSING]
     tables = []
     for group in (*groups, settings.Options):
+        heading = HEADINGS[group.__name__]
         hints = get_type_hints(group, include_extras=True)
         rows = [
             row(f, hints[f.name], help_of(group, f.name, helps))
             for f in fields(group)
             if group is not settings.Options or not is_dataclass(f.default_factory)
         ]
-        title = f"{group.__doc__}\n\n" if group is not settings.Options else "And, of all:\n\n"
-        tables.append(title + "| flag | default | what it says |\n|---|---|---|\n" + "".join(rows))
+        about = group.__doc__ if group is not settings.Options else NO_GROUP
+        about = " ".join(about.split())
+        head = "| flag | default | effect |\n|---|---|---|\n"
+        tables.append(f"## {heading}\n\n{about}\n\n{head}{''.join(rows)}")
     return "\n".join(tables)
 
 
@@ -91,10 +113,11 @@ def written(default) -> str:
 
 
 def command_table() -> str:
-    """Return a table of the commands, and of the scripts of a clone that are the same."""
-    table = "| command | in a clone | what it does |\n|---|---|---|\n"
+    """Return a table of the commands, and of the scripts that run them."""
+    table = "| command | script | purpose |\n|---|---|---|\n"
     for each in COMMANDS:
-        script = f"`{each.script}`" if each.script else ""
+        scripts = [each.script, *MORE_SCRIPTS.get(each.name, ())]
+        script = ", ".join(f"`{name}`" for name in scripts if name)
         table += f"| `megazoo {each.name}` | {script} | {each.summary} |\n"
     return table
 
@@ -117,7 +140,7 @@ def model_tables() -> str:
 
 # Page, what it takes, and the marks around it.
 TAKEN = {
-    TRAINING: (flag_table, BEGIN, END),
+    OPTIONS: (flag_table, BEGIN, END),
     ROOT / "docs" / "command.md": (
         command_table,
         "<!-- commands: from megazoo/cli/commands.py -->\n",

@@ -335,12 +335,18 @@ def test_the_readme_shows_the_block_of_llama():
 
 
 def test_the_table_of_flags_has_every_setting():
-    page = refresh_docs.TRAINING.read_text()
+    page = refresh_docs.OPTIONS.read_text()
     table = page.partition(refresh_docs.BEGIN)[2].partition(refresh_docs.END)[0]
     missing = {"--" + name.replace("_", "-") for name in settings_of(Options)} - set(
         re.findall(r"^\| `(--[\w-]+)`", table, re.MULTILINE)
     )
     assert missing == set()
+
+
+def test_the_table_of_commands_has_every_script():
+    table = refresh_docs.command_table()
+    tools = {f"tools/{tool.name}" for tool in (ROOT / "tools").glob("*.py")}
+    assert {tool for tool in tools if f"`{tool}`" not in table} == {"tools/benchmark.py"}
 
 
 @pytest.mark.parametrize("page", refresh_docs.TAKEN, ids=lambda page: page.stem)

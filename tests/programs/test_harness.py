@@ -160,7 +160,8 @@ def test_without_the_extra_one_line_says_what_to_install(directory, tmp_path):
     ended = "import megazoo.evaluation; megazoo.evaluation.score_choices; print('imported')\n"
     from_python = run([python(), "-c", program + ended + "megazoo.evaluation.HarnessModel"])
     assert from_python.stdout == "imported\n"
-    message = "lm_eval can't be imported: not here (pip install 'megazoo[eval]')"
+    fix = "(in the clone of megazoo: pip install -e '.[eval]')"
+    message = f"lm_eval can't be imported: not here {fix}"
     assert from_python.stderr.endswith(f"UserError: {message}\n")
     tool = program + "sys.argv[0] = 'evaluate.py'; from megazoo.cli.program import run_script; "
     tool += "run_script('evaluate')"

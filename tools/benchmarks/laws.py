@@ -10,14 +10,22 @@ import numpy as np
 
 POINT_COLUMNS = (
     "curve",
-    "at",
+    "size",
     "seconds: median (range)",
     "rate",
     "peak memory",
-    "planned",
-    "a rank sends",
+    "planned memory",
+    "planned bytes sent per rank",
 )
-LAW_COLUMNS = ("curve", "of", "law", "fitted to", "last point", "law there", "departure")
+LAW_COLUMNS = (
+    "curve",
+    "quantity",
+    "law",
+    "points of the fit",
+    "last point",
+    "prediction of the law",
+    "difference",
+)
 
 
 class Law(NamedTuple):

@@ -94,7 +94,7 @@ def of_others(ranks: float) -> float:
 
 
 LINE = (constant, size)
-RING = Law("2 (n - 1) / n of what is summed", (of_others,), 2)
+RING = Law("2 (n - 1) / n x the all-reduced bytes", (of_others,), 2)
 STUDIES = (
     Study(
         "layers",
@@ -142,18 +142,18 @@ STUDIES = (
         (1, 2, 4, 8, 16),
         lambda base, n: replace(base, dp=n, rows=n * base.rows),
         {
-            "time": Law("b n: two cores do n times the work", (size,), 2),
+            "time": Law("b n (two cores do n times the work)", (size,), 2),
             "memory": Law("a", (constant,), 2),
             "sent": RING,
         },
     ),
     Study(
-        "ranks of tp, 16 rows in all",
+        "ranks of tp, 16 rows in total",
         Shape(heads=16, sequence=128, rows=16),
         (1, 2, 4, 8, 16),
         lambda base, n: replace(base, tp=n),
         {
-            "time": Law("a: two cores do the same work", (constant,), 2),
+            "time": Law("a (two cores do the same work)", (constant,), 2),
             "memory": Law("a + b / n", (constant, lambda n: 1 / n), 2),
             "sent": RING,
         },
