@@ -29,7 +29,7 @@ from megazoo.programs import models  # noqa: E402
 TRAINING = ROOT / "docs" / "training.md"
 NEW_MODEL = ROOT / "docs" / "new_model.md"
 QWEN3 = ROOT / "megazoo" / "models" / "qwen3.py"
-FIRST_BLOCK = re.compile(r"(?<=^```python\n).*?(?=^```$)", re.DOTALL | re.MULTILINE)
+BLOCK_OF_QWEN3 = re.compile(r'(?<=^```python\n)"""Qwen3.*?(?=^```$)', re.DOTALL | re.MULTILINE)
 PROOF = ROOT / "docs" / "proof.md"
 GALLERY = "<!-- gallery: from tools/check_parallel.py --self-test -->\n"
 END_OF_GALLERY = "<!-- end of gallery -->\n"
@@ -184,7 +184,7 @@ def main() -> None:
     for taking in TAKEN:
         taking.write_text(refreshed(taking))
     page = NEW_MODEL.read_text()
-    NEW_MODEL.write_text(FIRST_BLOCK.sub(lambda _: QWEN3.read_text(), page, count=1))
+    NEW_MODEL.write_text(BLOCK_OF_QWEN3.sub(lambda _: QWEN3.read_text(), page, count=1))
     if "--self-test" in sys.argv[1:]:
         write_gallery()
 
