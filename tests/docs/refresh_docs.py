@@ -1,5 +1,5 @@
 """Write into the pages what they take from the code: the table of flags in docs/options.md, of
-commands in docs/command.md, of presets in docs/models.md, and the file of Qwen3 in
+commands in docs/command.md, of families and presets in docs/models.md, and the file of Qwen3 in
 docs/new_model.md; with --self-test, which takes a minute, also the gallery of
 mistakes in docs/proof.md.
 
@@ -12,7 +12,7 @@ import ast
 import re
 import subprocess
 import sys
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
@@ -21,12 +21,15 @@ sys.path.insert(0, str(ROOT))
 
 from megazoo.cli import options as settings  # noqa: E402
 from megazoo.cli.commands import COMMANDS  # noqa: E402
+from megazoo.layers.rotary import SCALINGS  # noqa: E402
+from megazoo.models.gguf.architecture import ARCHITECTURES  # noqa: E402
+from megazoo.models.registry import FAMILIES  # noqa: E402
 from megazoo.programs import models  # noqa: E402
 
 OPTIONS = ROOT / "docs" / "options.md"
 NEW_MODEL = ROOT / "docs" / "new_model.md"
 QWEN3 = ROOT / "megazoo" / "models" / "qwen3.py"
-FIRST_BLOCK = re.compile(r"(?<=^```python\n).*?(?=^```$)", re.DOTALL | re.MULTILINE)
+BLOCK_OF_QWEN3 = re.compile(r'(?<=^```python\n)"""Qwen3.*?(?=^```$)', re.DOTALL | re.MULTILINE)
 PROOF = ROOT / "docs" / "proof.md"
 GALLERY = "<!-- gallery: from tools/check_parallel.py --self-test -->\n"
 END_OF_GALLERY = "<!-- end of gallery -->\n"
@@ -122,8 +125,31 @@ def command_table() -> str:
     return table
 
 
+def family_table() -> str:
+    """Return a table with one row for each family."""
+    kinds = ", ".join(f"`{kind}`" for kind in SCALINGS if kind != "default")
+    table = (
+        "| family | model_type | language model | classifier | presets | GGUF | RoPE scaling |\n"
+        "|---|---|---|---|---|---|---|\n"
+    )
+    for name, model in FAMILIES.items():
+        config = model.presets[f"{name}-tiny"]
+        heads = [config, replace(config, num_labels=2)]
+        architectures = [head.to_hugging_face()["architectures"][0] for head in heads]
+        cells = [
+            f"[{name}](#{name})",
+            f"`{model.HUGGING_FACE.model_type or name}`",
+            *(f"`{architecture}`" for architecture in architectures),
+            str(len(models.found(name))),
+            f"`{ARCHITECTURES[name]}`" if name in ARCHITECTURES else "no",
+            kinds if hasattr(config, "rope_scaling") else "no",
+        ]
+        table += f"| {' | '.join(cells)} |\n"
+    return table
+
+
 def model_tables() -> str:
-    """Return one table of presets for each family."""
+    """Return the table of families, and one table of presets for each family."""
     tables, columns = {}, ["layers", "hidden_size", "heads", "max_positions", "vocab_size"]
     for row in models.found(None):
         config = row["config"]
@@ -135,7 +161,8 @@ def model_tables() -> str:
         "| preset | parameters | layers | hidden | heads | positions | vocabulary | on the hub |\n"
     )
     head += "|---|---|---|---|---|---|---|---|\n"
-    return "\n".join(f"## {name}\n\n{head}{''.join(rows)}" for name, rows in tables.items())
+    presets = (f"## {name}\n\n{head}{''.join(rows)}" for name, rows in tables.items())
+    return "\n".join([family_table(), *presets])
 
 
 # Page, what it takes, and the marks around it.
@@ -180,7 +207,7 @@ def main() -> None:
     for taking in TAKEN:
         taking.write_text(refreshed(taking))
     page = NEW_MODEL.read_text()
-    NEW_MODEL.write_text(FIRST_BLOCK.sub(lambda _: QWEN3.read_text(), page, count=1))
+    NEW_MODEL.write_text(BLOCK_OF_QWEN3.sub(lambda _: QWEN3.read_text(), page, count=1))
     if "--self-test" in sys.argv[1:]:
         write_gallery()
 

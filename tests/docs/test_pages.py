@@ -311,7 +311,7 @@ def test_the_readme_and_the_index_link_to_every_page():
 
 
 def test_the_page_of_new_models_shows_all_of_qwen3():
-    shown = refresh_docs.FIRST_BLOCK.search(refresh_docs.NEW_MODEL.read_text())[0]
+    shown = refresh_docs.BLOCK_OF_QWEN3.search(refresh_docs.NEW_MODEL.read_text())[0]
     assert shown == refresh_docs.QWEN3.read_text(), "python -m tests.docs.refresh_docs"
 
 
