@@ -8,51 +8,18 @@ memory is needed.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from megazoo.errors import UserError
+from megazoo.parallel.actions import Action, Schedule, placed, placement_of, source_of
 from megazoo.parallel.placement import Placement
+from megazoo.parallel.v_schedules import dualpipe_v, v_half, v_min, zb_v
 
 # The default time of each kind of action.
 COST: dict[Any, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
-
-
-class Action(NamedTuple):
-    """One action of a rank: one micro-batch in one stage. For the ranks of stages see placement.py.
-
-    kind: "F": forward; "B": backward; or backward in two parts: "I" of the inputs, "W" of the
-    weights.
-    """
-
-    kind: str
-    stage: int
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"{self.kind} stage {self.stage} micro-batch {self.microbatch}"
-
-
-Schedule = Callable[[int, int, int, int], list[Action]]
-
-
-def placed(placement: str) -> Callable[[Schedule], Schedule]:
-    """Decorate a schedule with its placement, e.g. `@placed("v")`: see placement.py. Default:
-    "loop"."""
-
-    def mark(schedule: Any) -> Schedule:
-        schedule.placement = placement
-        return schedule
-
-    return mark
-
-
-def placement_of(schedule: Schedule, pp: int, virtual: int) -> Placement:
-    """Return the placement of a schedule. UserError if it does not support this number of stages
-    per rank."""
-    return Placement(getattr(schedule, "placement", "loop"), pp, virtual)
 
 
 # The schedules. virtual: number of stages per rank.
@@ -131,7 +98,15 @@ def zb_h1(rank: int, pp: int, virtual: int, microbatches: int) -> list[Action]:
 
 
 # By the names in flags and train_batch. An --import file can add schedules.
-SCHEDULES: dict[str, Schedule] = {"gpipe": gpipe, "1f1b": one_f_one_b, "zb-h1": zb_h1}
+SCHEDULES: dict[str, Schedule] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "zb-h1": zb_h1,
+    "zb-v": zb_v,
+    "v-half": v_half,
+    "v-min": v_min,
+    "dualpipe-v": dualpipe_v,
+}
 
 
 def _groups(microbatches: int, pp: int) -> list[range]:
@@ -215,16 +190,6 @@ def backward_follows(table: Sequence["Action | Exchange"], stage: int) -> bool:
     return all(b == a._replace(kind="B") for a, b in pairs if a.kind == "F" and a.stage == stage)
 
 
-def in_flight(table: Sequence[Action]) -> int:
-    """Return the largest number of micro-batches of a rank's stages whose activations are in memory
-    together: from F until B, or W."""
-    held = peak = 0
-    for action in table:
-        held += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
-        peak = max(peak, held)
-    return peak
-
-
 # When its actions run.
 
 
@@ -275,18 +240,6 @@ def timeline(
             )
             raise UserError(f"the schedule deadlocks: {stuck}")
     return spans
-
-
-def source_of(action: Action, last: int) -> Action | None:
-    """Return the action of another stage that computes the input of an action, or None.
-
-    last: the last stage.
-    """
-    if action.kind == "F":
-        return action._replace(stage=action.stage - 1) if action.stage else None
-    if action.kind == "W" or action.stage == last:
-        return None
-    return action._replace(stage=action.stage + 1)
 
 
 # Communication.

@@ -4,8 +4,10 @@ import zlib
 from itertools import combinations, pairwise, product
 
 import pytest
+from torch.distributed.pipelining.schedules import ScheduleDualPipeV, ScheduleZBVZeroBubble
 
 from megazoo.errors import UserError
+from megazoo.parallel.actions import in_flight, placement_of, source_of
 from megazoo.parallel.cpu.shared_memory import Mailboxes
 from megazoo.parallel.schedule import (
     COST,
@@ -15,14 +17,15 @@ from megazoo.parallel.schedule import (
     Transfer,
     check_schedule,
     forward_only,
+    forward_only_v,
     gpipe,
-    in_flight,
     one_f_one_b,
     program,
     splits_backward,
     timeline,
     zb_h1,
 )
+from megazoo.parallel.v_schedules import dualpipe_v, v_half, v_min, zb_v
 from tests.support.nccl_rules import time_of_tables, time_under_nccl
 
 SIZES = [(pp, m) for pp in range(1, 8) for m in [*range(1, 20), 33]]
@@ -30,8 +33,9 @@ PLAIN = [(schedule, 1) for schedule in (forward_only, gpipe, one_f_one_b, zb_h1)
 INTERLEAVED = [
     (schedule, virtual) for schedule in (forward_only, gpipe, one_f_one_b) for virtual in (2, 3, 4)
 ]
-EACH = PLAIN + INTERLEAVED
-UNDER_NCCL = [each for each in EACH if each[1] < 4]
+V_SHAPED = [(schedule, 2) for schedule in (forward_only_v, zb_v, v_half, v_min, dualpipe_v)]
+EACH = PLAIN + INTERLEAVED + V_SHAPED
+UNDER_NCCL = [each for each in EACH if each[1] < 4 and each[0] is not forward_only_v]
 MOST = [pytest.param(4, id="few ranks"), pytest.param(7, id="all", marks=pytest.mark.slow)]
 
 
@@ -64,10 +68,11 @@ def run_in_slots(programs, slots: int) -> bool:
     When each moves is no matter: nobody can take what another waits for.
     """
     position, ways, sent, taken = [0] * len(programs), {}, set(), set()
+    consumers = consumers_of(programs)
 
     def step(rank):
         item = programs[rank][position[rank]]
-        if isinstance(item, Action) and needs_transfer(item, programs) and item not in sent:
+        if item in consumers and item not in sent:
             return False
         for transfer in item.sends if isinstance(item, Exchange) else ():
             way = ways.setdefault((rank, transfer.target), [])
@@ -88,18 +93,31 @@ def run_in_slots(programs, slots: int) -> bool:
     return True
 
 
-def needs_transfer(action, programs) -> bool:
-    last = max(item.stage for item in programs[-1] if isinstance(item, Action))
-    return action.stage > 0 if action.kind == "F" else action.kind in "BI" and action.stage < last
+def consumers_of(programs) -> set[Action]:
+    """Return the actions whose input is from another rank."""
+    rank_of = {
+        item: rank
+        for rank, items in enumerate(programs)
+        for item in items
+        if isinstance(item, Action)
+    }
+    last = max(action.stage for action in rank_of)
+    stage_ranks = {action.stage: rank for action, rank in rank_of.items()}
+    return {
+        action
+        for action, rank in rank_of.items()
+        if (source := source_of(action, last)) and stage_ranks[source.stage] != rank
+    }
 
 
 @pytest.mark.parametrize("most", MOST)
 def test_every_microbatch_goes_through_every_stage_once_in_order(most):
     for schedule, pp, virtual, m in cases(most):
-        kinds = {forward_only: "F", gpipe: "FB", one_f_one_b: "FB", zb_h1: "FIW"}[schedule]
+        kinds = {forward_only: "F", forward_only_v: "F", gpipe: "FB", one_f_one_b: "FB"}
+        kinds = kinds.get(schedule, "FIW")
         case = schedule.__name__, pp, virtual, m
         for rank, table in enumerate(tables_of(schedule, pp, virtual, m)):
-            stages = range(rank, pp * virtual, pp)
+            stages = placement_of(schedule, pp, virtual).stages_of(rank)
             assert sorted(table) == sorted(
                 Action(kind, s, i) for kind in kinds for s in stages for i in range(m)
             ), case
@@ -163,7 +181,7 @@ def test_programs_take_as_long_as_their_tables_under_the_rules_of_nccl(pp):
 
 
 def test_many_ranks_lose_no_time_to_noise_under_the_rules_of_nccl():
-    for schedule, virtual in ((one_f_one_b, 1), (one_f_one_b, 3), (zb_h1, 1)):
+    for schedule, virtual in ((one_f_one_b, 1), (one_f_one_b, 3), (zb_h1, 1), *V_SHAPED[1:]):
         lost = time_lost(schedule, 8, virtual, 16, under="noise")
         assert max(lost.values()) <= 1.02, (schedule.__name__, virtual)
 
@@ -235,9 +253,8 @@ def transfers_of(program) -> list[Transfer]:
 def test_both_sides_have_every_transfer_in_the_same_order(pp, m):
     for schedule, virtual in EACH:
         programs = programs_of(schedule, pp, virtual, m)
-        tables = tables_of(schedule, pp, virtual, m)
         case = schedule.__name__, virtual
-        needing = [a for table in tables for a in table if needs_transfer(a, programs)]
+        needing = [*consumers_of(programs)]
         for rank, items in enumerate(programs):
             for item in items:
                 if isinstance(item, Exchange):  # one transfer in each
@@ -258,13 +275,14 @@ def test_both_sides_have_every_transfer_in_the_same_order(pp, m):
 def test_memory_is_taken_for_few_inputs_ahead(pp, m):
     for schedule, virtual in EACH:
         programs = programs_of(schedule, pp, virtual, m)
+        consumers = consumers_of(programs)
         for items in programs:
             ahead = 0  # receives that have started, whose consumers have not
             for item in items:
                 if isinstance(item, Exchange):
                     ahead += len(item.receives)
                 else:
-                    ahead -= needs_transfer(item, programs)
+                    ahead -= item in consumers
                 assert ahead <= (2 if virtual == 1 else 3), (schedule.__name__, virtual)
 
 
@@ -291,6 +309,70 @@ def test_memory_is_bounded():
             for v in (2, 3):
                 most = [2 * (pp - r - 1) + (v - 1) * pp + 1 for r in range(pp)]
                 assert held(one_f_one_b, v) == [min(each, m * v) for each in most]
+
+
+# V-shaped schedules. A stage is half as large as with one stage per rank.
+
+
+def table_of_torch(schedule, rank, pp, m) -> list[Action]:
+    """Return the table of the schedule of torch.distributed.pipelining, with its pairs and its full
+    backwards split into their actions."""
+    kinds = {
+        "FORWARD": "F", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W", "FULL_BACKWARD": "IW",
+    }  # fmt: skip
+    theirs = schedule.__new__(schedule)
+    theirs.pp_group_size, theirs.num_stages, theirs._n_microbatches = pp, 2 * pp, m
+    theirs.rank = rank
+    table = []
+    for action in filter(None, theirs._calculate_single_rank_operations(rank)):
+        for part in action.sub_actions or [action]:
+            for kind in kinds[part.computation_type.name]:
+                table.append(Action(kind, part.stage_index, part.microbatch_index))
+    return table
+
+
+@pytest.mark.parametrize("pp", range(1, 7))
+def test_zb_v_and_dualpipe_v_are_the_tables_of_torch(pp):
+    for rank, m in product(range(pp), [*range(1, 2 * pp + 3), 4 * pp]):
+        assert zb_v(rank, pp, 2, m) == table_of_torch(ScheduleZBVZeroBubble, rank, pp, m), m
+        if m >= 2 * pp:  # torch has no table for fewer
+            assert dualpipe_v(rank, pp, 2, m) == table_of_torch(ScheduleDualPipeV, rank, pp, m), m
+
+
+def bubble(schedule, pp, m) -> float:
+    """Return the time of a batch minus the time of a rank's actions, with F = I = W = 1."""
+    return makespan(schedule, pp, 2, m) - 6 * m
+
+
+@pytest.mark.parametrize("pp", range(2, 9))
+@pytest.mark.parametrize("times", [2, 4])
+def test_v_shaped_bubbles_are_those_published(pp, times):
+    """That of 1F1B is (pp - 1) (F + B) of a rank with one stage, so 6 (pp - 1) here: zb-v and
+    dualpipe-v have none between the first and the last action of a rank, v-half has half of it,
+    v-min two thirds."""
+    m = times * pp
+    for schedule in (zb_v, dualpipe_v):
+        spans = timeline(tables_of(schedule, pp, 2, m))
+        assert bubble(schedule, pp, m) == pp - 1  # rank pp - 1 starts at pp - 1
+        for rank, table in enumerate(tables_of(schedule, pp, 2, m)):
+            assert spans[table[0]].start == rank
+            work = spans[table[-1]].end - rank
+            assert work == 6 * m or schedule is dualpipe_v
+    assert bubble(v_half, pp, m) <= 3 * (pp - 1)
+    assert bubble(v_min, pp, m) <= 4 * (pp - 1)
+
+
+@pytest.mark.parametrize("pp", [2, 3, 4, 7, 8, 16])
+def test_v_shaped_memory_is_that_published(pp):
+    """That of 1F1B is pp activations of a rank with one stage, so 2 pp here: zb-v has as much on
+    every rank, dualpipe-v one more, v-half about half, v-min about a third."""
+    for m in (pp, 2 * pp, 3 * pp):
+        held = {s: max(map(in_flight, tables_of(s, pp, 2, m))) for s, _ in V_SHAPED[1:]}
+        assert held[zb_v] == min(2 * pp, 2 * m)
+        assert held[dualpipe_v] <= 2 * pp + 1
+        assert held[v_half] <= pp + 2
+        assert held[v_min] <= 2 * pp / 3 + 3
+        assert held[v_min] <= held[v_half] <= held[zb_v]
 
 
 def test_a_table_that_waits_for_itself_is_refused():
