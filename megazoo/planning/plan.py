@@ -20,12 +20,11 @@ from megazoo.models.base import Model
 from megazoo.models.counts import flops_per_token
 from megazoo.models.registry import FAMILIES, family_of
 from megazoo.models.rules import check_batch, check_layout, check_offload, check_sequence
+from megazoo.parallel.actions import Action, in_flight
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.deferred import WeightQueue
 from megazoo.parallel.schedule import (
-    Action,
     backward_follows,
-    in_flight,
     schedule_named,
     splits_backward,
     tables_of,
