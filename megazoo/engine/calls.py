@@ -153,7 +153,8 @@ class BatchCalls:
             sequence_length: set it if input_ids and targets are only this context-parallel rank's
                 part of the sequence: the number of tokens of the full sequence. See `Batch`.
             num_microbatches: number of micro-batches; it must divide the batch.
-            schedule: name of the pipeline schedule: "1f1b", "gpipe" or "zb-h1".
+            schedule: name of the pipeline schedule, one of
+                `megazoo.parallel.schedule.SCHEDULES`, for example "1f1b".
             step: number from which the dropout masks are drawn; default: the number of calls.
             loss_fn: custom loss, called on the last stage as loss_fn(logits, labels), with logits
                 fp32 [rows, sequence, vocabulary] and labels as given. It returns the mean of a

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from megazoo.errors import UserError
 from megazoo.parallel.actions import Action, Schedule, placed, placement_of, source_of
+from megazoo.parallel.actions import in_flight as in_flight
 from megazoo.parallel.placement import Placement
 from megazoo.parallel.v_schedules import dualpipe_v, v_half, v_min, zb_v
 
