@@ -38,11 +38,6 @@ def generate(
     """Generate tokens; see `Model.generate`. model: a `megazoo.models.base.Model`."""
     model.ctx.require_ranks()
     model.ctx.require_no_folded("generation")
-    if (placement := model.ctx.placement.name) != "loop":
-        raise UserError(
-            f"generation needs placement loop, not {placement}: save the model, and load it with a "
-            'context with placement="loop"'
-        )
     sharing = sharing_axis(model.ctx, input_ids, attention_mask)
     with using_context(model, model.ctx.cp_as_dp):
         return _generate(model, input_ids, attention_mask, settings, use_cache, streamer, sharing)

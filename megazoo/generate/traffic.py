@@ -2,9 +2,10 @@
 between the ranks.
 
 Time is divided into ticks. In each one a rank runs at most one group through one of its stages.
-With pp ranks, group g enters the first stage in tick g, and moves one stage further per tick. After
-the last stage it continues at the first one, with the next piece of its prompts, or afterwards with
-the chosen tokens. At the end of a tick, the ranks that have computed send, one after the other.
+Group g enters the first stage in tick g, or in tick 2 g if the stages form a V, and moves one stage
+further per tick. After the last stage it continues at the first one, with the next piece of its
+prompts, or afterwards with the chosen tokens. At the end of a tick, the ranks that have computed
+send, one after the other.
 
 All ranks start their transfers in this one order, so they never wait for each other in a circle,
 even if a send blocks until it is received.
@@ -19,6 +20,7 @@ import torch
 from megazoo.generate.decoding import Choice
 from megazoo.generate.group import Group
 from megazoo.parallel.p2p import start_receive, start_send
+from megazoo.parallel.placement import Placement
 
 
 @dataclass(frozen=True)
@@ -34,13 +36,16 @@ class Turn:
     group: int
 
 
-def turn_in(tick: int, pp_rank: int, groups: int, pp: int, virtual: int) -> Turn | None:
+def turn_in(tick: int, pp_rank: int, groups: int, placement: Placement) -> Turn | None:
     """Return what a pipeline rank computes in a tick, or None. groups: number of groups, at most
-    pp, which never end here."""
-    rounds, group = divmod(tick - pp_rank, pp)
-    if rounds < 0 or group >= groups:
-        return None
-    return Turn(*divmod(rounds, virtual), group)
+    the number of pipeline ranks, which never end here."""
+    apart = 2 if placement.name == "v" else 1  # ticks; a rank of a V has an even and an odd stage
+    for index, stage in enumerate(placement.stages_of(pp_rank)):
+        forward, entered = divmod(tick - stage, placement.count)
+        group, between = divmod(entered, apart)
+        if forward >= 0 and not between and group < groups:
+            return Turn(forward, index, group)
+    return None
 
 
 class Traffic:
@@ -52,7 +57,12 @@ class Traffic:
 
     def __init__(self, model: Any, groups: list[Group], streamer: Any = None):
         self.model, self.ctx, self.groups, self.streamer = model, model.ctx, groups, streamer
-        self.last = self.ctx.placement.last_rank  # the pipeline rank that chooses
+        placement = self.ctx.placement
+        self.last = placement.last_rank  # the pipeline rank that chooses
+        mine = placement.stages_of(self.ctx.pp_rank)
+        # the ranks of transfers with this rank, in the order in which they send
+        before = {placement.rank_of(stage - 1) for stage in mine if stage}
+        self.sources = sorted(before | {self.ctx.pp_rank, self.last})
         # By group: the tensor to receive, and the work to wait for.
         self.activations: dict[int, tuple] = {}
         self.choices: dict[int, tuple] = {}
@@ -61,8 +71,7 @@ class Traffic:
     def turn_of(self, tick: int, pp_rank: int) -> Turn | None:
         """Return what a rank computes in a tick, or None after the group has ended. First, the
         group continues with the last choice, for which the rank waits."""
-        ctx = self.ctx
-        turn = turn_in(tick, pp_rank, len(self.groups), ctx.pp_size, ctx.virtual_size)
+        turn = turn_in(tick, pp_rank, len(self.groups), self.ctx.placement)
         if turn is None:
             return None
         group = self.groups[turn.group]
@@ -76,21 +85,24 @@ class Traffic:
     def is_last(self, turn: Turn, pp_rank: int) -> bool:
         """Return whether a turn of a rank is the last of a forward: tokens are then chosen, or a
         piece of the prompts is done."""
-        return pp_rank == self.last and turn.stage == self.ctx.virtual_size - 1
+        return self.stage_of(turn, pp_rank) == self.ctx.placement.count - 1
+
+    def stage_of(self, turn: Turn, pp_rank: int) -> int:
+        """Return the number of the stage of a turn of a rank."""
+        return self.ctx.placement.stages_of(pp_rank)[turn.stage]
 
     def input_for(self, turn: Turn) -> torch.Tensor:
         """Return the activations from the previous stage: [rows, tokens, hidden size]."""
         x, work = self.activations.pop(turn.group)
-        work.wait()
+        if work is not None:  # otherwise it is from another stage of this rank
+            work.wait()
         return x
 
     def end_tick(self, tick: int, turn: Turn | None, result: torch.Tensor | Choice | None) -> None:
         """Send the result of this rank's turn, and start receiving the results for it. result: a
         Choice, if the last stage has chosen tokens."""
-        me = self.ctx.pp_rank
-        before = (me - 1) % self.ctx.pp_size
-        for source in sorted({before, me, self.last}):
-            if source == me:
+        for source in self.sources:
+            if source == self.ctx.pp_rank:
                 self._send(turn, result)
             else:
                 self._receive(source, self.turn_of(tick, source))
@@ -118,12 +130,17 @@ class Traffic:
             return
         if not self.is_last(turn, self.ctx.pp_rank):
             assert isinstance(result, torch.Tensor)
-            self._start_send(result.contiguous(), (self.ctx.pp_rank + 1) % self.ctx.pp_size)
-        elif self.last and self.groups[turn.group].chooses:
+            target = self.ctx.placement.rank_of(self.stage_of(turn, self.ctx.pp_rank) + 1)
+            if target == self.ctx.pp_rank:
+                self.activations[turn.group] = (result, None)
+            else:
+                self._start_send(result.contiguous(), target)
+        elif self.ctx.pp_size > 1 and self.groups[turn.group].chooses:
             assert isinstance(result, Choice)
             message = result.message()
-            for pp_rank in range(self.last):
-                self._start_send(message, pp_rank)
+            for pp_rank in range(self.ctx.pp_size):
+                if pp_rank != self.last:
+                    self._start_send(message, pp_rank)
 
     def _start_send(self, tensor: torch.Tensor, pp_rank: int) -> None:
         work = start_send(tensor, pp_rank, self.ctx)
@@ -145,7 +162,7 @@ class Traffic:
             if not group.chooses:
                 return
             buffer, coming = Choice.empty_message(group.rows, group.beams, ctx.device), self.choices
-        elif (source + 1) % ctx.pp_size == ctx.pp_rank:
+        elif ctx.placement.rank_of(self.stage_of(turn, source) + 1) == ctx.pp_rank:
             shape = (*group.input_ids.shape, self.model.config.hidden_size)
             buffer = torch.empty(shape, dtype=self.model.dtype, device=ctx.device)
             coming = self.activations

@@ -45,7 +45,7 @@ class Group:
 
 
 def transfers_of(
-    pp_rank: int, pp: int, virtual: int, lengths: list[int], pieces: list[int] | None = None
+    pp_rank: int, placement: Placement, lengths: list[int], pieces: list[int] | None = None
 ) -> list[tuple]:
     """What a rank starts, in order, as (send or receive, the other rank, kind and rows), and what
     it waits for, as (take, the other rank, which of its messages), by megazoo's own code. lengths:
@@ -70,9 +70,8 @@ def transfers_of(
 
     ctx = SimpleNamespace(
         pp_rank=pp_rank,
-        pp_size=pp,
-        virtual_size=virtual,
-        placement=Placement("loop", pp, virtual),
+        pp_size=placement.pp,
+        placement=placement,
         device=torch.device("cpu"),
     )
     config = SimpleNamespace(hidden_size=2)
@@ -155,51 +154,61 @@ def stuck_in_slots(programs: list[list[tuple]], slots: int) -> bool:
     return places != list(map(len, programs))
 
 
-@pytest.mark.parametrize("virtual", [1, 2, 3])
+FORMS = [("loop", 1), ("loop", 2), ("loop", 3), ("v", 2)]  # of stages: placement, stages per rank
+
+
+@pytest.mark.parametrize(("name", "virtual"), FORMS)
 @pytest.mark.parametrize("sizes", [(2, 3, 4, 7), pytest.param((8, 16), marks=pytest.mark.slow)])
-def test_no_rank_waits_in_a_circle_for_slots_of_shared_memory(sizes, virtual):
+def test_no_rank_waits_in_a_circle_for_slots_of_shared_memory(sizes, name, virtual):
     for pp in sizes:
+        placement = Placement(name, pp, virtual)
         for groups in (1, pp // 2, pp):
             for pieces in ([1] * groups, [1 + 2 * g % 3 for g in range(groups)]):
                 programs = [
-                    transfers_of(rank, pp, virtual, [3] * groups, pieces) for rank in range(pp)
+                    transfers_of(rank, placement, [3] * groups, pieces) for rank in range(pp)
                 ]
                 assert not stuck_in_slots(programs, Mailboxes.slots_each(pp))
 
 
 def test_fewer_slots_of_shared_memory_than_there_are_would_be_too_few():
     pieces = [1 + 2 * g % 3 for g in range(16)]
-    programs = [transfers_of(rank, 16, 1, [3] * 16, pieces) for rank in range(16)]
+    programs = [transfers_of(rank, Placement("loop", 16), [3] * 16, pieces) for rank in range(16)]
     assert not stuck_in_slots(programs, Mailboxes.slots_each(16))
     assert stuck_in_slots(programs, 3)
+
+
+def hops(placement: Placement) -> int:
+    """Return how often activations move to another rank in a forward."""
+    return placement.count - 1 - (placement.name == "v")
 
 
 @pytest.mark.parametrize("sizes", [(2, 3, 4, 5), pytest.param((6, 7, 8), marks=pytest.mark.slow)])
 def test_no_rank_waits_in_a_circle_though_sends_block(sizes):
     cases = (
-        (pp, virtual, groups)
+        (Placement(name, pp, virtual), groups)
         for pp in sizes
-        for virtual in (1, 2, 3)
+        for name, virtual in FORMS
         for groups in range(1, pp + 1)
     )
-    for pp, virtual, groups in cases:
+    for placement, groups in cases:
         for lengths in ([STEPS] * groups, [1 + (3 * g) % STEPS for g in range(groups)]):
-            programs = [transfers_of(rank, pp, virtual, lengths) for rank in range(pp)]
+            programs = [transfers_of(rank, placement, lengths) for rank in range(placement.pp)]
             tokens = sum(lengths)
             sends = [each for program in programs for each in program if each[0] == "send"]
-            assert len(sends) == tokens * (pp * virtual - 1 + pp - 1)
+            assert len(sends) == tokens * (hops(placement) + placement.pp - 1)
             assert not stuck(programs)
 
 
 def test_pieces_of_prompts_go_round_without_a_choice():
-    for pp, virtual, part in product([2, 3, 4, 8], [1, 2], [0, 0.5, 1]):
+    for pp, (name, virtual), part in product([2, 3, 4, 8], FORMS, [0, 0.5, 1]):
+        placement = Placement(name, pp, virtual)
         groups = max(1, int(pp * part))
         lengths = [1 + (3 * g) % STEPS for g in range(groups)]
         pieces = [1 + (2 * g + 1) % 4 for g in range(groups)]
-        programs = [transfers_of(rank, pp, virtual, lengths, pieces) for rank in range(pp)]
+        programs = [transfers_of(rank, placement, lengths, pieces) for rank in range(pp)]
         kinds = Counter(each[2] for program in programs for each in program if each[0] == "send")
         forwards = sum(lengths) + sum(pieces) - groups
-        assert kinds["activations"] == forwards * (pp * virtual - 1)
+        assert kinds["activations"] == forwards * hops(placement)
         assert kinds["choice"] == sum(lengths) * (pp - 1)
         assert not stuck(programs)
 
@@ -214,8 +223,12 @@ def test_the_check_finds_ranks_that_wait_for_each_other():
 
 
 def test_every_rank_computes_in_every_tick_if_there_are_groups_enough():
-    turns = [traffic.turn_in(tick, 2, 4, 4, 2) for tick in range(2, 100)]
+    loop, v = Placement("loop", 4, 2), Placement("v", 4, 2)
+    turns = [traffic.turn_in(tick, 2, 4, loop) for tick in range(2, 100)]
     assert None not in turns
     assert len(set(turns)) == len(turns)
     assert turns == sorted(turns, key=lambda turn: (turn.forward, turn.stage, turn.group))
-    assert traffic.turn_in(1, 2, 4, 4, 2) is None
+    assert traffic.turn_in(1, 2, 4, loop) is None
+    turns = [traffic.turn_in(tick, 2, 4, v) for tick in range(2, 100)]
+    assert None not in turns[3:]  # stage 5, the second one of rank 2, starts in tick 5
+    assert len(set(turns[3:])) == len(turns[3:])
