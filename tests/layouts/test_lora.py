@@ -82,6 +82,7 @@ FAST = [  # each way to cut adapters, each family, each way to train
     ("gpt2", "q and v", "cp2", "own loop"),
     ("llama", "first layer", "dp2", "offload"),
     ("mpt", "all", "cp4+ulysses", "full"),
+    ("mpt", "all", "pp2v2+zb-v", "plain"),
 ]
 
 

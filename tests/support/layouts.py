@@ -15,6 +15,7 @@ from megazoo.layers import embedding
 from megazoo.models.gpt2 import GPT2Config
 from megazoo.models.llama import LlamaConfig
 from megazoo.models.mpt import MPTConfig
+from megazoo.parallel.schedule import placement_named_by
 from megazoo.testing import Layout
 from tests.support import training
 from tests.support.context_parallel import (
@@ -48,6 +49,7 @@ LAYOUTS = [
     "cp2+ulysses", "cp3+ulysses", "cp4+ulysses", "tp2cp2+ulysses", "tp2cp2+sp+ulysses",
     "cp2pp2+ulysses", "cp2pp2v2+ulysses", "cp2pp2+ulysses+zb-h1", "cp2dp2+ulysses",
     "cp2+ulysses+zero",
+    "pp2v2+zb-v", "tp2pp2v2+sp+v-half", "pp2dp2v2+zero+v-min", "cp2pp2v2+dualpipe-v",
 ]  # fmt: skip
 
 # Five layers, so that stages are uneven; vocabularies that neither 2 nor 4 divides.
@@ -99,6 +101,7 @@ def sizes_of(layout: Layout | str) -> dict:
     return {
         "tp": layout.tp, "pp": layout.pp, "dp": layout.dp, "cp": layout.cp,
         "sp": layout.sequence_parallel, "v": layout.virtual, "method": layout.cp_method,
+        "placement": placement_named_by(layout.schedule),
     }  # fmt: skip
 
 
