@@ -159,8 +159,9 @@ class Model(BatchCalls, Freezing, Saving, nn.Module):
     @classmethod
     def all_stages(cls, config: Any, ctx: ParallelContext) -> list[Stage]:
         """Partition the layers into the stages of all ranks, in the order of the forward."""
+        costs = cls.stage_costs(config)
         return cut_into_stages(
-            config.layers, ctx.stage_count, ctx.stage_layers, cls.stage_costs(config)
+            config.layers, ctx.stage_count, ctx.stage_layers, costs, ctx.placement
         )
 
     @classmethod

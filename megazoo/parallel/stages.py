@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
-from heapq import heapify, heapreplace
 from itertools import accumulate
 
 from megazoo.errors import UserError
+from megazoo.parallel.placement import Placement
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,23 @@ def cut_into_stages(
     count: int,
     how: str | tuple[int, ...],
     costs: tuple[float, float, float] = (1.0, 0.0, 0.0),
+    placement: Placement | None = None,
 ) -> list[Stage]:
     """Divide `layers` layers into `count` contiguous stages.
 
-    how: "uniform", "balanced", or the number of layers of each stage. costs: of a layer, of the
-    modules before the layers (embedding), and of those after them (head). "balanced" minimizes the
-    time of the slowest stage: each layer is added to the stage that is cheapest with it, earlier
-    stages first. With equal layers this is optimal. Raises UserError for another `how`, or too few
-    layers.
+    Args:
+        layers: the number of layers.
+        count: the number of stages.
+        how: "uniform", "balanced", or the number of layers of each stage. "balanced" minimizes the
+            time of the slowest stage, or, with the placement "v", of the slowest rank and then of
+            its slowest stage. Each layer is added where it is cheapest, earlier stages first. With
+            equal layers this is optimal.
+        costs: of a layer, of the modules before the layers (embedding), and of those after them
+            (head).
+        placement: of the stages on ranks; default: "loop".
+
+    Raises:
+        UserError: another `how`, or too few layers.
     """
     if layers < count:
         raise UserError(
@@ -54,7 +63,9 @@ def cut_into_stages(
         counts = how
     elif how in ("uniform", "balanced"):
         layer, first, last = costs if how == "balanced" else (1.0, 0.0, 0.0)
-        counts = _balanced(layers, count, layer, first, last)
+        v = placement is not None and placement.name == "v"
+        ranks = tuple(placement.rank_of(stage) if v else stage for stage in range(count))
+        counts = _balanced(layers, ranks, layer, first, last)
     else:
         raise UserError(
             f"stage-layers {how!r} is not valid: use balanced, uniform, or one number per "
@@ -67,15 +78,20 @@ def cut_into_stages(
 
 
 @lru_cache  # called for every rank of a plan
-def _balanced(layers: int, count: int, layer: float, first: float, last: float) -> tuple[int, ...]:
-    """Return the number of layers of each stage that minimizes the time of the slowest stage."""
-    load, counts = [0.0] * count, [0] * count
-    load[0] += first
-    load[-1] += last
-    cheapest_first = [(cost, stage) for stage, cost in enumerate(load)]
-    heapify(cheapest_first)
+def _balanced(
+    layers: int, ranks: tuple[int, ...], layer: float, first: float, last: float
+) -> tuple[int, ...]:
+    """Return the number of layers of each stage that minimizes the time of the slowest rank, and
+    then of the slowest stage. ranks: of the stages, in the order of the forward."""
+    loads, counts = [0.0 for _ in ranks], [0 for _ in ranks]
+    loads[0] += first
+    loads[-1] += last
+    of_ranks = [0.0 for _ in ranks]
+    of_ranks[ranks[0]] += first
+    of_ranks[ranks[-1]] += last
     for _ in range(layers):
-        cost, stage = cheapest_first[0]
+        stage = min(range(len(ranks)), key=lambda stage: (of_ranks[ranks[stage]], loads[stage]))
         counts[stage] += 1
-        heapreplace(cheapest_first, (cost + layer, stage))
+        loads[stage] += layer
+        of_ranks[ranks[stage]] += layer
     return tuple(counts)

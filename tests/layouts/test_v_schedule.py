@@ -4,6 +4,7 @@ process."""
 import runpy
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from unittest import mock
 
@@ -26,6 +27,7 @@ from megazoo.parallel.schedule import (
     tables_of,
     timeline,
 )
+from megazoo.parallel.stages import cut_into_stages
 from megazoo.planning import PlannedRun, Planner, find_layouts
 from megazoo.planning.plan import schedule_tables
 from megazoo.planning.ranks import place_in
@@ -178,6 +180,26 @@ def test_its_losses_are_those_of_one_process(ranks, way, schedule):
     for ours, found in run_in_layout(ranks, losses_in_v, layout, schedule=schedule, **how):
         assert worst_relative(ours, one) < 1e-5
         assert found == first
+
+
+@pytest.mark.parametrize("costs", [(1, 0, 0), (2, 1, 3), (1, 2, 5), (3, 0, 7)])
+def test_balanced_stages_make_the_slowest_rank_as_fast_as_can_be(costs):
+    """The embedding and the head are both on the first rank."""
+    layer, first, last = costs
+    placement = Placement("v", 3, 2)
+
+    def slowest(counts):
+        load = [layer * n for n in counts]
+        load[0], load[-1] = load[0] + first, load[-1] + last
+        return max(load[rank] + load[5 - rank] for rank in range(3))
+
+    for layers in range(6, 12):
+        stages = cut_into_stages(layers, 6, "balanced", costs, placement)
+        found = [len(stage.layers) for stage in stages]
+        assert sum(found) == layers
+        every = product(range(layers + 1), repeat=5)
+        best = min(slowest([*c, layers - sum(c)]) for c in every if sum(c) <= layers)
+        assert slowest(found) == best, (layers, found)
 
 
 # What else a model is asked.
