@@ -63,7 +63,7 @@ def cut_into_stages(
         counts = how
     elif how in ("uniform", "balanced"):
         layer, first, last = costs if how == "balanced" else (1.0, 0.0, 0.0)
-        ranks = tuple(range(count))  # "loop": each stage as if on a rank of its own
+        ranks = tuple(range(count))  # "loop": only the slowest stage counts
         if placement is not None and placement.name == "v":
             ranks = tuple(map(placement.rank_of, ranks))
         counts = _balanced(layers, ranks, layer, first, last)
