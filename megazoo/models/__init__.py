@@ -3,6 +3,8 @@
 from megazoo.models.base import Model
 from megazoo.models.config import ModelConfig
 from megazoo.models.counts import flops_per_token, parameter_count
+from megazoo.models.gemma2 import Gemma2
+from megazoo.models.gemma3 import Gemma3
 from megazoo.models.gpt2 import GPT2
 from megazoo.models.hugging_face.names import HFNames
 from megazoo.models.llama import Llama
@@ -27,6 +29,8 @@ __all__ = [
     "FAMILIES",
     "GPT2",
     "MPT",
+    "Gemma2",
+    "Gemma3",
     "HFNames",
     "Llama",
     "Mistral",
