@@ -10,6 +10,9 @@ from megazoo.models.hugging_face.names import HFNames
 from megazoo.models.llama import Llama
 from megazoo.models.mistral import Mistral
 from megazoo.models.mpt import MPT
+from megazoo.models.olmo2 import Olmo2
+from megazoo.models.olmo3 import Olmo3
+from megazoo.models.phi3 import Phi3
 from megazoo.models.pretrained import from_parallelized, from_pretrained
 from megazoo.models.pythia import Pythia
 from megazoo.models.qwen2 import Qwen2
@@ -36,6 +39,9 @@ __all__ = [
     "Mistral",
     "Model",
     "ModelConfig",
+    "Olmo2",
+    "Olmo3",
+    "Phi3",
     "Pythia",
     "Qwen2",
     "Qwen3",
