@@ -1,8 +1,10 @@
 """The model families of megazoo, and the functions that build and load models."""
 
 from megazoo.models.base import Model
+from megazoo.models.bloom import Bloom
 from megazoo.models.config import ModelConfig
 from megazoo.models.counts import flops_per_token, parameter_count
+from megazoo.models.falcon import Falcon
 from megazoo.models.gemma2 import Gemma2
 from megazoo.models.gemma3 import Gemma3
 from megazoo.models.gpt2 import GPT2
@@ -32,6 +34,8 @@ __all__ = [
     "FAMILIES",
     "GPT2",
     "MPT",
+    "Bloom",
+    "Falcon",
     "Gemma2",
     "Gemma3",
     "HFNames",
