@@ -4,7 +4,6 @@ from itertools import product
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
@@ -12,7 +11,15 @@ import megazoo
 from megazoo.models.hugging_face.export import write_hugging_face
 from megazoo.models.pretrained import open_source
 from tests.support.classification import LABELS, PAD, batches, labels_for
-from tests.support.families import ONE_OF_EACH, TWINS, config_of, saved, twin, with_small_biases
+from tests.support.families import (
+    ONE_OF_EACH,
+    TWINS,
+    config_of,
+    model_class,
+    saved,
+    twin,
+    with_small_biases,
+)
 from tests.support.peft_oracle import in_peft, with_adapters
 from tests.support.sampling import marked_slow
 from tests.support.training import context, layout_name, randomized_, run_in_layout
@@ -48,7 +55,7 @@ def directory(tmp_path_factory):
 def classifier(name):
     """The classifier of transformers with random weights."""
     torch.manual_seed(1)
-    kind = getattr(transformers, f"{TWINS[name][0]}ForSequenceClassification")
+    kind = model_class(name, "ForSequenceClassification")
     config = config_of(name, num_labels=LABELS, pad_token_id=PAD, problem_type=PROBLEM)
     return with_small_biases(randomized_(kind(config)))
 
