@@ -116,7 +116,7 @@ class Pythia(Model):
         if turned % 2 or not turned:
             raise UserError(
                 f"rotary_fraction {c.rotary_fraction} rotates {turned} of a head's {head_size} "
-                "features: it must be an even number, and at least 2"
+                "features: the number of rotated features must be even, and at least 2"
             )
         self.rotary = Rotary(turned, c.rope_theta, c.max_positions)
         self.add_embedding()

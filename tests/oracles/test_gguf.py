@@ -211,7 +211,7 @@ def test_values_too_large_for_their_type_are_named(tmp_path):
     with torch.no_grad():
         theirs.model.layers[0].mlp.down_proj.weight[0, 0] = 1e5
     source = open_source(saved(theirs, tmp_path / "hf"))
-    with pytest.raises(UserError, match=r"blk\.0\.ffn_down\.weight has .* too large for F16"):
+    with pytest.raises(UserError, match=r"blk\.0\.ffn_down\.weight contains .* too large for F16"):
         write_gguf(source, tmp_path / "q8.gguf", q8_0=True)
     assert not (tmp_path / "q8.gguf").exists()
 

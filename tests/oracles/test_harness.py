@@ -271,7 +271,7 @@ def test_what_can_not_be_is_refused_in_one_line(directories):
             HarnessModel(model.model, model.tokenizer, **dict([settings]))
     for settings, message in [
         ({}, f"max_gen_toks 256 leaves no room for a prompt: the model supports {LENGTH} tokens"),
-        ({"max_gen_toks": 4, "top_q": 1}, "generate has no top_q; did you mean top_k?"),
+        ({"max_gen_toks": 4, "top_q": 1}, r"generate has no argument top_q; did you mean top_p\?"),
         ({"max_gen_toks": 4, "do_sample": True, "temperature": 0.0}, "temperature 0.0 is out"),
     ]:
         with pytest.raises(UserError, match=message):

@@ -191,6 +191,6 @@ def test_flags_that_say_nothing_of_a_classifier_are_refused(tmp_path):
     words = [*PROGRAM, "--num-labels", "2", "--data", str(file), "--steps", "1"]
     pretrain.prepare(words)
     for flag in ("packing", "separate-documents"):
-        told = f"{flag} cannot be used with a classifier (each row is one text): remove it"
+        told = f"--{flag} cannot be used with a classifier (each row is one text): remove it"
         with pytest.raises(megazoo.UserError, match=f"^{re.escape(told)}$"):
             pretrain.prepare([*words, f"--{flag}"])

@@ -127,8 +127,8 @@ def method_of_the_run(arguments: list[str]) -> tuple[str, int]:
 MISTAKES = {
     "--cp 0": "--cp 0 must be at least 1",
     "--cp 70000": "--cp 70000 must be at most 65,536",
-    "--cp 4 --tp 2 --cp-method ulysses": "cp-method ulysses cuts the 2 heads of a tp rank over "
-    "cp 4: use cp 2 at most, or cp-method allgather",
+    "--cp 4 --tp 2 --cp-method ulysses": "cp-method ulysses can't split the 2 heads of a "
+    "tensor-parallel rank over cp 4: use cp of at most 2, or cp-method allgather",
     "--cp 2 --cp-method ring": "--cp-method is 'ring': use one of allgather, ulysses",
 }
 

@@ -228,7 +228,10 @@ def test_a_checkpoint_of_another_shape_is_refused(tmp_path, capsys, monkeypatch)
     pretrain.main([*SMALL, "--steps", "2", "--eval-steps", "0", "--save", str(tmp_path)])
     capsys.readouterr()
     for words, message in {
-        "--layers 6": f"--layers is 6, but layers is 5 in the checkpoint {tmp_path}/step_00000002",
+        "--layers 6": (
+            f"--layers is 6, but layers is 5 in the checkpoint {tmp_path}/step_00000002: remove "
+            "the flag or preset that changes it"
+        ),
         "--steps 2": (
             f"--load {tmp_path} is already at step 2, so nothing is left to do for "
             "--steps 2: use a larger value"

@@ -42,12 +42,12 @@ def test_plot_schedule_draws_png_and_svg_and_tells_the_bubble(tmp_path, capsys, 
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     for arguments, message in {
         ("--pp", "0"): "--pp, --virtual-pp and --microbatches must each be at least 1",
-        tuple("--pp 1 --virtual-pp 2".split()): "virtual-pp above 1 needs a pipeline: "
-        "use pp 2 or more",
+        tuple("--pp 1 --virtual-pp 2".split()): "--virtual-pp above 1 needs a pipeline: "
+        "use --pp 2 or more",
         tuple(
             "--schedule zb-h1 --virtual-pp 2".split()
         ): "schedule zb-h1 supports one stage per rank: use virtual-pp 1, or schedule 1f1b",
-        ("--output", "a.pdf"): "a.pdf must end in .png or .svg",
+        ("--output", "a.pdf"): "--output a.pdf must end in .png or .svg",
         ("--cost", "1", "2"): "--cost must be three numbers above 0: the times of F, I and W",
         ("--output", "/none/a.svg"): "can't write /none/a.svg: No such file or directory",
     }.items():

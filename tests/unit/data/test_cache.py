@@ -157,7 +157,7 @@ def test_links_are_never_written_through(tmp_path, monkeypatch):
         with pytest.raises(UserError) as caught:
             cached_tokens(path, "byte", CHATML)
         problem = "is a symbolic link, and writing to it would overwrite another file"
-        assert str(caught.value) == f"{link} {problem}"
+        assert str(caught.value) == f"{link} {problem}: remove the link"
         assert victim.read_text() == "years of work"
         link.unlink()
     (directory / lock.name).unlink()

@@ -126,9 +126,9 @@ def test_a_blend_takes_from_all_its_sources_in_every_part(token_files):
 
 def test_a_part_without_samples_is_refused(token_files, tmp_path):
     for split, seq_length, message in (
-        ("60,40", 21, "split 0.6,0.4,0 leaves no training sample of 21 tokens"),
-        ("1,99", 4, "split 0.01,0.99,0 leaves no training sample of 4 tokens"),
-        ("98,1,1", 4, "split 0.98,0.01,0.01 leaves no validation sample of 4 tokens"),
+        ("60,40", 21, "--split 0.6,0.4,0 leaves no training sample of 21 tokens"),
+        ("1,99", 4, "--split 0.01,0.99,0 leaves no training sample of 4 tokens"),
+        ("98,1,1", 4, "--split 0.98,0.01,0.01 leaves no validation sample of 4 tokens"),
     ):
         with pytest.raises(UserError, match=f"{token_files}: {message}"):
             open_all(token_files, split=split, seq_length=seq_length)
@@ -141,18 +141,20 @@ def test_a_part_without_samples_is_refused(token_files, tmp_path):
         open_all(tmp_path / "b.jsonl")
 
 
-def test_tokens_beyond_the_vocabulary_are_told_with_their_place(token_files):
+def test_tokens_beyond_the_vocabulary_are_told_with_their_position(token_files):
     train, _, _ = open_all(token_files, split="60,40", seq_length=4, vocab_size=11)
     assert train.datasets[0][1].targets.tolist() == [5, 6, 7, 8]
     with pytest.raises(
-        UserError, match=f"{token_files}.bin: token 11 at place 11 is outside the vocabulary of 11"
+        UserError,
+        match=f"{token_files}.bin: token 11 at position 11 is outside the vocabulary of 11",
     ):
         train.datasets[0][2]
     np.arange(-30, 25, dtype=np.int32).tofile(token_files.with_suffix(".bin"))
     write_index(token_files.with_suffix(".idx"), np.arange(1, 11), np.dtype(np.int32))
     _, valid, _ = open_all(token_files, split="60,40", seq_length=4, vocab_size=11)
     with pytest.raises(
-        UserError, match=f"{token_files}.bin: token -9 at place 21 is outside the vocabulary of 11"
+        UserError,
+        match=f"{token_files}.bin: token -9 at position 21 is outside the vocabulary of 11",
     ):
         valid.datasets[0][0]
 

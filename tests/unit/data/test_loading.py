@@ -53,7 +53,7 @@ def test_what_fails_ahead_is_raised_in_its_turn(workers):
     made = batches(dataset, 8).ahead(range(0, 400, 8), workers)
     for _ in range(15):
         next(made)
-    told = r"a\.bin: token 1000 at place 1,005 is outside the vocabulary of 1000"
+    told = r"a\.bin: token 1000 at position 1,005 is outside the vocabulary of 1000"
     with pytest.raises(UserError, match=told):
         next(made)
 

@@ -192,7 +192,9 @@ def test_what_cannot_be_streamed_gets_one_line(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"no documents for this part of --split"):
         open_all(f"stream:{tmp_path}/few.jsonl", split="95,5").validation.samples(0, 1)
     monkeypatch.setattr(streaming, "is_installed", lambda name: False)
-    with pytest.raises(UserError, match=r"pip install 'megazoo\[datasets\]'"):
+    with pytest.raises(
+        UserError, match=r"needs the package datasets; .*: pip install -e '\.\[datasets\]'"
+    ):
         check_data([f"{tmp_path}/other.parquet"], "95,5")
 
 

@@ -185,7 +185,7 @@ def test_sizes_of_a_plan_are_at_least_1(mode):
     sizes = ("gpus", "tp", "pp", "dp", "virtual-pp", "micro-batch-size", "global-batch-size")
     for flag, value in product(sizes, (0, -1)):
         arguments = ["--preset", "gpt2-tiny", *mode, f"--{flag}={value}"]
-        assert_refused(f"{flag} {value} must be at least 1", plan.main, arguments)
+        assert_refused(f"--{flag} {value} must be at least 1", plan.main, arguments)
 
 
 def wrong_on_rank_1(kind, directory):

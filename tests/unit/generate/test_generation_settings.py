@@ -249,8 +249,8 @@ WRONG = [
     ({"num_return_sequences": 0}, "num_return_sequences 0 is out of range"),
     ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size -1 is out of range"),
     # names, what ends, padding on the right, and a streamer for two rows
-    ({"max_new_token": 3}, "generate has no max_new_token; did you mean max_new_tokens"),
-    ({"eos_token_id": 61}, "token 61 .* vocabulary of 61"),
+    ({"max_new_token": 3}, "generate has no argument max_new_token; did you mean max_new_tokens"),
+    ({"eos_token_id": 61}, "token 61, .* vocabulary of 61"),
     ({"stop": "x"}, "stop also needs the argument tokenizer"),
     ({"attention_mask": torch.tensor([[1] * 9, [1] * 8 + [0]])}, "row 1 ends with padding"),
     ({"streamer": Kept()}, "a streamer supports one row"),

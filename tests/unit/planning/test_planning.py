@@ -350,15 +350,15 @@ def test_mistakes_are_told_in_one_line(capsys, monkeypatch):
         "--recompute-interval 0": "--recompute-interval 0 must be at least 1",
         "--global-batch-size 3 --micro-batch-size 1 --dp 2": "global-batch-size 3 is not a "
         "multiple of micro-batch-size 1 x dp 2 = 2: use 2 or 4",
-        "--optimizer muon --offload-optimizer": "offload-optimizer keeps AdamW's state on the CPU: "
-        "leave it out with muon",
+        "--optimizer muon --offload-optimizer": "--offload-optimizer cannot be used with "
+        "--optimizer muon, because it offloads only AdamW's state: remove one of them",
         "--pp 9": "layers 4 are too few for pp 9 stages: use pp of at most 4",
         "--search --memory 80X": "'80X' is not a size such as 5GB or 200MB",
         "--search --memory 1KB": "no layout of 8 GPUs fits into 1KB",
         "--search --gpus 0": "--gpus 0 must be at least 1",
         "--serach": "unknown flag --serach; did you mean --search? (--help lists all)",
         "--seq-length 257": "seq-length 257 exceeds the model's max-positions 256: use "
-        "at most that, or a larger --max-positions",
+        "a smaller --seq-length, or a larger --max-positions",
         "--json /none/there.json": "--json /none/there.json: No such file or directory",
     }.items():
         monkeypatch.setattr(sys, "argv", ["plan.py", *arguments.split()])

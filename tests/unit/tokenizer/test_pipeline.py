@@ -108,8 +108,10 @@ def test_a_call_gives_what_transformers_gives(pipelines):
 
 def test_a_call_refuses_what_it_does_not_do():
     for message, settings in {
-        "padding 'max_length' is none of False, True, 'longest'": dict(padding="max_length"),
-        "return_tensors 'np' is none of None, 'pt'": dict(return_tensors="np"),
+        "padding 'max_length' is not supported: use one of False, True, 'longest'": dict(
+            padding="max_length"
+        ),
+        "return_tensors 'np' is not supported: use one of None, 'pt'": dict(return_tensors="np"),
         "truncation=True and max_length need each other": dict(max_length=3),
         "texts of 1 to 2 tokens can't form one tensor: pass padding=True": dict(
             return_tensors="pt"

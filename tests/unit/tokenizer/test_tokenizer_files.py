@@ -212,7 +212,7 @@ def test_the_training_tool_tells_mistakes_in_one_line(tmp_path, capsys, monkeypa
         (
             ["--output", out, "--vocab-size", 259],
             2,
-            "vocab-size 259 must be more than 259: the number of byte and special tokens",
+            "--vocab-size 259 must be more than 259, the number of byte and special tokens",
         ),
         (
             ["--output", out, "--input", short],
