@@ -105,7 +105,9 @@ TENSORS = {
         {Q0: tensors[Q0].T.contiguous()}
     ),
     "no adapter for a linear layer of this model; it has no tensors": dict.clear,
-    "is of torch.int64": lambda tensors: tensors.update({Q0: torch.ones(4, 32).long()}),
+    "has the data type torch.int64: use one of": lambda tensors: tensors.update(
+        {Q0: torch.ones(4, 32).long()}
+    ),
 }
 
 

@@ -129,7 +129,10 @@ def test_mistakes_are_told_in_one_line(directory, tmp_path, monkeypatch, capsys)
             LENGTH + 1,
         ): f"--seq-length {LENGTH + 1} must be from 1 to",
         ("--tasks", tmp_path / "no.yaml"): "no.yaml can't be read: No such file",
-        ("--tasks", f"{directory / 'tasks'},choicse"): "no task choicse; did you mean choices?",
+        (
+            "--tasks",
+            f"{directory / 'tasks'},choicse",
+        ): "unknown task choicse; did you mean choices?",
         ("--tasks", tmp_path / "empty"): f"unknown task {tmp_path / 'empty'}",
         ("--tasks", tmp_path / "broken.yaml"): "broken.yaml can't be loaded: ParserError",
         ("--tasks", tmp_path / "none.yaml"): "nowhere.jsonl",

@@ -100,13 +100,13 @@ MISTAKES = [
     ("inspect_checkpoint listed", "model_type is a list: it must be a string", 2),
     ("inspect_checkpoint numbered", "pytorch_model.bin can't be read: it has a tensor", 1),
     ("inspect_checkpoint paired", "it has a tensor whose name is not a string: ('a', 1)", 1),
-    ("inspect_checkpoint complex", "is of torch.complex64: there are", 2),
+    ("inspect_checkpoint complex", "has the data type torch.complex64: use one of", 2),
     # --import
     (f"{TRAIN} --import syntax.py", "syntax.py is not Python: invalid syntax", 2),
     (f"{TRAIN} --import nul.py", "nul.py is not Python", 2),
     (f"{TRAIN} --import raises.py", "raises.py, line 2: ZeroDivisionError: division by zero", 2),
     (f"{TRAIN} --import exits.py", "exits.py ends the program: it calls sys.exit(0)", 2),
-    (f"{TRAIN} --import bytes", "bytes: is not a Python file", 2),
+    (f"{TRAIN} --import bytes", "--import bytes is not a Python file", 2),
     # numbers
     (f"{GENERATE} --top-k 5 --num-return-sequences 1{'0' * 18}", "num_return_sequences 1", 2),
     (f"{GENERATE} --temperature 1e-320", "temperature 1e-320 is out of range", 2),
