@@ -1,4 +1,5 @@
-# make pretrain   the environment, and the main job: a small GPT-2 at tp 2 x pp 2 on the text of Python's library
+# make env        the environment .venv, with what runs need
+# make pretrain   a small GPT-2 at tp 2 x pp 2 on the text of Python's library
 # make layouts    the picture of the README: the same model in five layouts, their losses over each other
 # make site       the documentation as a site, in site/
 # make check      ruff, pyrefly, and half a minute of tests: for the loop of someone who edits
@@ -19,6 +20,8 @@ QUICK := tests/unit/parallel/test_schedule.py tests/unit/parallel/test_timing.py
     tests/unit/optim/test_optim.py tests/unit/layers/test_masks.py tests/oracles/test_hugging_face_config.py \
     "tests/layouts/test_layouts.py::test_losses_and_gradient_norms_equal_one_process[tp2pp2-tied]"
 
+env: $(PLAIN)
+
 pretrain: $(PLAIN)
 	$(RUN) pretrain_gpt.py --config configs/gpt2_tiny.toml
 	$(RUN) tools/plot_metrics.py runs/gpt2-tiny/metrics.jsonl --output runs/gpt2-tiny/loss.png
@@ -27,7 +30,7 @@ pretrain: $(PLAIN)
 
 layouts: $(PLAIN)
 	for layout in "one" "tp2 --tp 2" "pp2 --pp 2" "cp2 --cp 2" "dp2 --dp 2"; do set -- $$layout; name=$$1; shift; \
-	    $(RUN) pretrain_gpt.py --preset gpt2-tiny --steps 100 --eval-steps 0 $$@ --metrics runs/$$name/metrics.jsonl; done
+	    $(RUN) pretrain_gpt.py --preset gpt2-tiny --steps 100 --lr 1e-3 --eval-steps 0 $$@ --metrics runs/$$name/metrics.jsonl; done
 	$(RUN) tools/plot_metrics.py $(foreach name,one tp2 pp2 cp2 dp2,runs/$(name)/metrics.jsonl) --difference \
 	    --output docs/layouts.png
 
@@ -50,6 +53,7 @@ lint: $(INSTALLED)
 
 # What runs need; and what the tests need, in the same environment.
 $(PLAIN): pyproject.toml constraints.txt
+	@echo "creating $(VENV) and installing PyTorch and other packages: this takes some minutes"
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet setuptools wheel -c constraints.txt
 	$(RUN) -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[plots]"
@@ -59,4 +63,4 @@ $(INSTALLED): $(PLAIN)
 	$(RUN) -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[dev]"
 	touch $@
 
-.PHONY: pretrain layouts site check test test-all lint
+.PHONY: env pretrain layouts site check test test-all lint

@@ -155,7 +155,8 @@ def family_named(name: str) -> "type[Model]":
     if not isinstance(name, str) or name not in FAMILIES:
         hint = nearest(name, FAMILIES) if isinstance(name, str) else ""
         raise UserError(
-            f"unknown model family {brief(name)}{hint}; supported: {', '.join(FAMILIES)}"
+            f"unknown model family {brief(name)}{hint}; supported: {', '.join(FAMILIES)}, "
+            "and those that --import FILE registers"
         )
     return FAMILIES[name]
 
@@ -231,6 +232,15 @@ def _config_from_values(values: dict, origin: str) -> Any:
         raise UserError(f"{origin}: {error}") from None
 
 
+def families_by_model_type() -> dict[str, type["Model"]]:
+    """Return the families that have a Hugging Face format, by their model_type."""
+    return {
+        model.HUGGING_FACE.model_type or name: model
+        for name, model in FAMILIES.items()
+        if hasattr(model.Config, "from_hugging_face")
+    }
+
+
 def config_from_hugging_face(values: dict) -> Any:
     """Return a family's config from the values of a Hugging Face config.json.
 
@@ -239,11 +249,7 @@ def config_from_hugging_face(values: dict) -> Any:
     family = values["model_type"]
     if not isinstance(family, str):
         raise UserError(f"model_type is {brief(family)}: it must be a string")
-    known = {
-        model.HUGGING_FACE.model_type or name: model
-        for name, model in FAMILIES.items()
-        if hasattr(model.Config, "from_hugging_face")
-    }
+    known = families_by_model_type()
     if family not in known:
         raise UserError(
             f"model_type {family!r} is not supported; supported: {', '.join(sorted(known))}"

@@ -63,8 +63,9 @@ def cut_into_stages(
         counts = how
     elif how in ("uniform", "balanced"):
         layer, first, last = costs if how == "balanced" else (1.0, 0.0, 0.0)
-        v = placement is not None and placement.name == "v"
-        ranks = tuple(placement.rank_of(stage) if v else stage for stage in range(count))
+        ranks = tuple(range(count))  # "loop": each stage as if on a rank of its own
+        if placement is not None and placement.name == "v":
+            ranks = tuple(map(placement.rank_of, ranks))
         counts = _balanced(layers, ranks, layer, first, last)
     else:
         raise UserError(

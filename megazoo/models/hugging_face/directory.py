@@ -18,7 +18,7 @@ from megazoo.checkpoint.tensor_files import TensorFiles, pieces_of_file
 from megazoo.checkpoint.writing import json_bytes
 from megazoo.errors import UserError
 from megazoo.files import json_object, read_bytes
-from megazoo.models.hugging_face.names import HFNames, Run, hf_names
+from megazoo.models.hugging_face.names import HFNames, Run, check_names, hf_names
 from megazoo.models.registry import config_from_file
 from megazoo.models.source import ModelSource
 from megazoo.parallel.shard import Box, ParameterSpec, Piece, overlap
@@ -179,6 +179,7 @@ class HuggingFaceDirectory(ModelSource):
             if embedding in names and not self._equal(embedding, head):
                 self.config = dataclasses.replace(self.config, tie_embeddings=False)
                 has_tied_head = False
+        check_names(self.model, self.specs)
         matched = {name: names_of(name) for name in self.specs}
         if has_tied_head and embedding not in names:
             matched["embedding.weight"] = HFNames(head)

@@ -21,7 +21,8 @@ from megazoo.checkpoint.writing import (
 from megazoo.errors import UserError
 from megazoo.files import in_threads
 from megazoo.models.hugging_face.directory import TOKEN_IDS
-from megazoo.models.hugging_face.names import Run, hf_names
+from megazoo.models.hugging_face.names import Run, check_names, hf_names
+from megazoo.models.registry import FAMILIES, families_by_model_type, family_of
 from megazoo.models.source import ModelSource
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.shard import ParameterSpec, Piece
@@ -77,7 +78,15 @@ def hugging_face_config(config: Any) -> dict:
             f"{type(config).__name__} has no table of Hugging Face names: it can't be "
             "written as a Hugging Face directory"
         )
-    return config.to_hugging_face()
+    values, family = config.to_hugging_face(), family_of(config)
+    other = families_by_model_type().get(values["model_type"])
+    if other is not FAMILIES[family]:
+        raise UserError(
+            f"{type(config).__name__} of {family} writes model_type {values['model_type']!r}, "
+            f"which transformers would load as {values['architectures'][0]}: let to_hugging_face "
+            "write the model_type of HUGGING_FACE, as in docs/new_model.md, or use shards"
+        )
+    return values
 
 
 def parse_size(text: str | int) -> int:
@@ -101,6 +110,7 @@ def hugging_face_tensors(
 ) -> dict[str, LazyTensor]:
     """Return the Hugging Face tensors, by name. They are read while they are written."""
     tensors = {}
+    check_names(source.model, source.specs)
     for name, spec in source.specs.items():
         theirs, kind = hf_names(source.model, name), dtype or source.dtype_of(name)
         for part, runs in theirs.parts(spec):

@@ -1,8 +1,10 @@
 """Hugging Face names of tensors, and the order of their rows."""
 
 import re
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
+from megazoo.errors import UserError
 from megazoo.parallel.shard import ParameterSpec, Shard
 
 
@@ -80,6 +82,17 @@ def names_in(table: dict[str, HFNames], module: str) -> HFNames | None:
     layer = re.search(r"(?<=layers\.)\d+", module)
     theirs = table.get(re.sub(r"(?<=layers\.)\d+", "{}", module, count=1))
     return theirs and theirs.renamed(*(name.format(layer and layer[0]) for name in theirs.names))
+
+
+def check_names(model: Any, names: Iterable[str]) -> None:
+    """Raise UserError if the table of a family lacks a tensor. names: global names of tensors."""
+    table = model.HUGGING_FACE_NAMES
+    missing = [name for name in names if names_in(table, name.rpartition(".")[0]) is None]
+    if missing:
+        raise UserError(
+            f"{model.__name__} has no Hugging Face name for {missing[0]}: add it to "
+            "HUGGING_FACE_NAMES of the class, as in docs/new_model.md, or use shards"
+        )
 
 
 def hf_names(model: type, name: str) -> HFNames:

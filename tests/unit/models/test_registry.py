@@ -84,7 +84,8 @@ def test_a_registered_model_trains_saves_and_resumes_from_the_command_line(
     FAMILIES.pop("louder")
     capsys.readouterr()
     for arguments, message in {
-        f"--load {saved}": f"unknown model family 'louder'; supported: {', '.join(FAMILIES)}",
+        f"--load {saved}": f"unknown model family 'louder'; supported: {', '.join(FAMILIES)}, "
+        "and those that --import FILE registers",
         "--import nothing.py": "--import nothing.py: no such file",
     }.items():
         monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *arguments.split()])
