@@ -110,6 +110,8 @@ class GemmaNorm(Layer):
 
 
 class Block(llama.Block):
+    kernel_masks = True
+
     def __init__(self, config: Gemma2Config, index: int):
         super().__init__(config, index)
         size, eps = config.hidden_size, config.norm_epsilon

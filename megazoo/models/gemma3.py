@@ -52,6 +52,8 @@ class Gemma3Config(gemma2.Gemma2Config):
 
 
 class Block(gemma2.Block):
+    kernel_masks = True
+
     def attention_settings(self, config: Gemma3Config, index: int) -> dict:
         settings = super().attention_settings(config, index)
         self.has_window = settings["window"] is not None

@@ -59,6 +59,8 @@ class OlmoNorm(RMSNorm):
 
 
 class Block(llama.Block):
+    kernel_masks = True
+
     def __init__(self, config: Olmo2Config, index: int):
         super().__init__(config, index)
         self.attention_norm = OlmoNorm(config.hidden_size, config.norm_epsilon)

@@ -44,6 +44,8 @@ class Olmo3Config(olmo2.Olmo2Config):
 
 
 class Block(olmo2.Block):
+    kernel_masks = True
+
     def attention_settings(self, config: Olmo3Config, index: int) -> dict:
         self.has_window = bool((index + 1) % config.full_every)
         window = config.window if self.has_window else 0

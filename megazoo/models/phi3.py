@@ -73,6 +73,8 @@ def _take_rotary_fraction(fields: ConfigReader) -> float:
 
 
 class Block(llama.Block):
+    kernel_masks = True
+
     def __init__(self, config: Phi3Config, index: int):
         super().__init__(config, index)
         self.attention_dropout = Dropout(config.residual_dropout)

@@ -196,7 +196,10 @@ def twin(name: str):
     again and again, whatever came before.
     """
     torch.manual_seed(SEEDS[name])
-    return with_small_biases(randomized_(model_class(name)(config_of(name))))
+    model = with_small_biases(randomized_(model_class(name)(config_of(name))))
+    if TWINS[name][0].startswith("Gemma"):  # it multiplies embeddings by this root
+        model.get_input_embeddings().weight.data /= model.config.hidden_size**0.5
+    return model
 
 
 def with_small_biases(hf):
