@@ -197,8 +197,11 @@ def twin(name: str):
     """
     torch.manual_seed(SEEDS[name])
     model = with_small_biases(randomized_(model_class(name)(config_of(name))))
+    # otherwise a tied head chooses the last token again and again
     if TWINS[name][0].startswith("Gemma"):  # it multiplies embeddings by this root
         model.get_input_embeddings().weight.data /= model.config.hidden_size**0.5
+    elif TWINS[name][0] == "Bloom" and model.config.tie_word_embeddings:
+        model.transformer.word_embeddings_layernorm.weight.data /= 5
     return model
 
 
