@@ -58,6 +58,8 @@ class Phi3Config(llama.LlamaFamilyConfig):
         values = hugging_face.write_config(self, "phi3")
         values["rope_parameters"]["partial_rotary_factor"] = self.rotary_fraction
         own = {"sliding_window": self.window or None, "resid_pdrop": self.residual_dropout}
+        if self.rotary_fraction != 1:
+            own["partial_rotary_factor"] = self.rotary_fraction
         return values | own
 
 

@@ -28,7 +28,9 @@ LAYOUTS = [dict(), dict(tp=2), dict(tp=2, pp=2)]
 PROMPT = torch.randint(0, 61, (2, 21), generator=torch.Generator().manual_seed(3))
 STEPS, RATE, EPSILON = 4, 1e-3, 1e-4
 PROBLEM = "single_label_classification"
-Q_AND_V = {"Mistral": ["q_proj", "v_proj"], "GPTNeoX": ["query_key_value"]}
+FUSED = ["query_key_value"]
+Q_AND_V = {"Mistral": ["q_proj", "v_proj"], "GPTNeoX": FUSED, "Bloom": FUSED, "Falcon": FUSED}
+Q_AND_V["Phi3"] = ["qkv_proj"]
 WHAT = {"q and v": ("q", "v"), "all linear": "all-linear"}
 # Fast: each family in one process or in two, and with one kind of adapters.
 NUMBER = {name: number for number, name in enumerate(ONE_OF_EACH)}
@@ -41,7 +43,7 @@ ADAPTERS = marked_slow(
     list(product(ONE_OF_EACH, WHAT, LAYOUTS)),
     lambda _, case: (
         (list(WHAT).index(case[1]), case[2])
-        != (NUMBER[case[0]] % 2, LAYOUTS[1 - NUMBER[case[0]] // 2])
+        != (NUMBER[case[0]] % 2, LAYOUTS[(1 + NUMBER[case[0]] // 2) % 2])
     ),
     name=lambda case: f"{case[0]}-{case[1]}-{layout_name(case[2])}",
 )

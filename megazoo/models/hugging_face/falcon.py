@@ -63,14 +63,15 @@ def read_config(fields: ConfigReader, defaults: type) -> dict[str, Any]:
 def write_config(config: Any) -> dict[str, Any]:
     """Return the values of config.json for a FalconConfig."""
     values = {theirs: getattr(config, ours) for theirs, ours in FIELDS.items()}
+    new = config.separate_norms or 1 < config.kv_heads < config.heads  # the form of falcon-40b
     return {
         **head_to_hugging_face(config, "FalconForCausalLM"),
         "model_type": "falcon",
         **values,
-        "new_decoder_architecture": config.separate_norms or config.kv_heads > 1,
-        "num_kv_heads": config.kv_heads,
-        "multi_query": config.kv_heads == 1,
-        "num_ln_in_parallel_attn": 2 if config.separate_norms else 1,
+        "new_decoder_architecture": new,
+        "num_kv_heads": config.kv_heads if new else config.heads,
+        "multi_query": new or config.kv_heads == 1,
+        "num_ln_in_parallel_attn": 1 + config.separate_norms if new else None,
         "parallel_attn": True,
         "alibi": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
