@@ -169,7 +169,7 @@ class HeadwiseRMSNorm(HeadwiseLayerNorm):
     over the tp ranks.
 
     The mean square is that of the heads of all ranks: it is summed over tp. The result is
-    multiplied by the weight in fp32. There is no bias.
+    multiplied by the weight in fp32. It has a weight and no bias.
 
     Args:
         hidden_size: features of all heads, over all tp ranks.

