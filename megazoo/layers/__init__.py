@@ -19,7 +19,7 @@ from megazoo.layers.layer import Layer
 from megazoo.layers.linear import ColumnParallelLinear, RowParallelLinear, round_to_int8
 from megazoo.layers.masks import MaskPerChunk, MaskPerWindow, Packed, segment_mask, window_mask
 from megazoo.layers.mlp import MLP, GatedMLP, activation_named, gelu_tanh
-from megazoo.layers.norm import HeadwiseLayerNorm, LayerNorm, RMSNorm
+from megazoo.layers.norm import HeadwiseLayerNorm, HeadwiseRMSNorm, LayerNorm, RMSNorm
 from megazoo.layers.qkv import QKVParallelLinear, units_of_heads
 from megazoo.layers.rotary import Rotary, rotate
 
@@ -32,6 +32,7 @@ __all__ = [
     "Dropout",
     "GatedMLP",
     "HeadwiseLayerNorm",
+    "HeadwiseRMSNorm",
     "KVCache",
     "Layer",
     "LayerNorm",

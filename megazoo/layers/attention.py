@@ -79,7 +79,7 @@ class CausalSelfAttention(Layer):
         q_norm: module that normalises queries before the rotary embedding, [batch, sequence, this
             rank's heads, head_size] -> the same shape. Because heads differ between tp ranks, use
             RMSNorm(head_size, parallel=True), which normalises each head separately, or
-            HeadwiseLayerNorm, which normalises all heads together.
+            HeadwiseLayerNorm or HeadwiseRMSNorm, which normalise all heads together.
         k_norm: the same for keys.
         bias: whether both projections have biases.
         output_bias: whether the output projection has a bias; default: bias.

@@ -164,6 +164,38 @@ class HeadwiseLayerNorm(Layer):
         return copy_to_tensor_parallel(total, self.ctx) / self.counted
 
 
+class HeadwiseRMSNorm(HeadwiseLayerNorm):
+    """Normalise by the root mean square over the features of all heads together, which are sharded
+    over the tp ranks.
+
+    The mean square is that of the heads of all ranks: it is summed over tp. The result is
+    multiplied by the weight in fp32. It has a weight and no bias.
+
+    Args:
+        hidden_size: features of all heads, over all tp ranks.
+        unit: features that stay together, as in the projection: see units_of_heads.
+        eps: added to the mean square.
+        ctx: parallel context; default: that of the enclosing `with ctx:` block.
+
+    Shapes:
+        [..., this rank's heads, head_size] -> the same shape.
+
+    Raises:
+        UserError: The features can't be split over the ranks in these units.
+    """
+
+    def __init__(
+        self, hidden_size: int, unit: int, eps: float = 1e-6, *, ctx: ParallelContext | None = None
+    ):
+        super().__init__(hidden_size, unit, eps, bias=False, ctx=ctx)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.flatten(-2).float()
+        normalised = wide * torch.rsqrt(self._mean(wide.square()) + self.eps)
+        y = self.synced_parameter("weight").float() * normalised
+        return y.to(x.dtype).unflatten(-1, x.shape[-2:])
+
+
 def _one_unit(size: int) -> Shard:
     """Return the Shard of a parameter that every tp rank holds in full and applies to a different
     x: its gradient is summed over them."""

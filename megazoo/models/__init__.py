@@ -1,13 +1,20 @@
 """The model families of megazoo, and the functions that build and load models."""
 
 from megazoo.models.base import Model
+from megazoo.models.bloom import Bloom
 from megazoo.models.config import ModelConfig
 from megazoo.models.counts import flops_per_token, parameter_count
+from megazoo.models.falcon import Falcon
+from megazoo.models.gemma2 import Gemma2
+from megazoo.models.gemma3 import Gemma3
 from megazoo.models.gpt2 import GPT2
 from megazoo.models.hugging_face.names import HFNames
 from megazoo.models.llama import Llama
 from megazoo.models.mistral import Mistral
 from megazoo.models.mpt import MPT
+from megazoo.models.olmo2 import Olmo2
+from megazoo.models.olmo3 import Olmo3
+from megazoo.models.phi3 import Phi3
 from megazoo.models.pretrained import from_parallelized, from_pretrained
 from megazoo.models.pythia import Pythia
 from megazoo.models.qwen2 import Qwen2
@@ -27,11 +34,18 @@ __all__ = [
     "FAMILIES",
     "GPT2",
     "MPT",
+    "Bloom",
+    "Falcon",
+    "Gemma2",
+    "Gemma3",
     "HFNames",
     "Llama",
     "Mistral",
     "Model",
     "ModelConfig",
+    "Olmo2",
+    "Olmo3",
+    "Phi3",
     "Pythia",
     "Qwen2",
     "Qwen3",

@@ -25,6 +25,8 @@ class Published:
 _GPT2_TOKENS = 512 * 1024
 # LLaMA: Touvron et al. 2023, table 2. Llama 2: Touvron et al. 2023, table 1. Llama 3:
 # Grattafiori et al. 2024, table 3 (no batch for 8B and 70B). Pythia: Biderman et al. 2023.
+# GPT-NeoX: Black et al. 2022, table 2. OLMo 2: OLMo Team 2025, table 3. BLOOM: BigScience 2022,
+# table 3. Falcon: the model cards.
 _PYTHIA_TOKENS = 1024 * 2048
 PUBLISHED = {
     "gpt2": Published("openai-community/gpt2", None, _GPT2_TOKENS),
@@ -69,6 +71,29 @@ PUBLISHED = {
     "pythia-2.8b": Published("EleutherAI/pythia-2.8b", 1.6e-4, _PYTHIA_TOKENS),
     "pythia-6.9b": Published("EleutherAI/pythia-6.9b", 1.2e-4, _PYTHIA_TOKENS),
     "pythia-12b": Published("EleutherAI/pythia-12b", 1.2e-4, _PYTHIA_TOKENS),
+    "neox-20b": Published("EleutherAI/gpt-neox-20b", 0.97e-4, int(3.15 * MILLION)),
+    "gemma2-2b": Published("google/gemma-2-2b"),
+    "gemma2-9b": Published("google/gemma-2-9b"),
+    "gemma2-27b": Published("google/gemma-2-27b"),
+    "gemma3-270m": Published("google/gemma-3-270m"),
+    "gemma3-1b": Published("google/gemma-3-1b-pt"),
+    "olmo2-1b": Published("allenai/OLMo-2-0425-1B"),
+    "olmo2-7b": Published("allenai/OLMo-2-1124-7B", 3e-4, 1024 * 4096),
+    "olmo2-13b": Published("allenai/OLMo-2-1124-13B", 9e-4, 2048 * 4096),
+    "olmo2-32b": Published("allenai/OLMo-2-0325-32B", 6e-4, 2048 * 4096),
+    "olmo3-7b": Published("allenai/Olmo-3-1025-7B"),
+    "olmo3-32b": Published("allenai/Olmo-3-1125-32B"),
+    "phi3-mini": Published("microsoft/Phi-3-mini-4k-instruct"),
+    "phi3-medium": Published("microsoft/Phi-3-medium-4k-instruct"),
+    "phi4": Published("microsoft/phi-4"),
+    "bloom-560m": Published("bigscience/bloom-560m", 3e-4, 256 * 2048),
+    "bloom-1b1": Published("bigscience/bloom-1b1", 2.5e-4, 256 * 2048),
+    "bloom-1b7": Published("bigscience/bloom-1b7", 2e-4, 512 * 2048),
+    "bloom-3b": Published("bigscience/bloom-3b", 1.6e-4, 512 * 2048),
+    "bloom-7b1": Published("bigscience/bloom-7b1", 1.2e-4, 512 * 2048),
+    "bloom-176b": Published("bigscience/bloom", 6e-5, 2048 * 2048),
+    "falcon-7b": Published("tiiuae/falcon-7b", 6e-4, 2304 * 2048),
+    "falcon-40b": Published("tiiuae/falcon-40b", 1.85e-4, 1152 * 2048),
 }
 # Parameters in millions, learning rate, tokens per step in millions: Brown et al. 2020, table 2.1.
 GPT3 = (

@@ -105,6 +105,7 @@ class Pythia(Model):
         "pythia-2.8b": PythiaConfig(50304, 2048, 2560, 32, 32, 10240),
         "pythia-6.9b": PythiaConfig(50432, 2048, 4096, 32, 32, 16384),
         "pythia-12b": PythiaConfig(50688, 2048, 5120, 36, 40, 20480),
+        "neox-20b": PythiaConfig(50432, 2048, 6144, 44, 64, 24576, activation="gelu_fast"),
     }
 
     def __init__(self, config: PythiaConfig, ctx: ParallelContext, seed: int = 0):

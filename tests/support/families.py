@@ -1,4 +1,5 @@
-"""Tiny models of Mistral, Qwen2, Qwen3 and Pythia that transformers makes, three of each."""
+"""Tiny models of the families beside GPT-2, LLaMA and MPT that transformers makes, three of
+each."""
 
 from functools import cache
 from pathlib import Path
@@ -67,16 +68,144 @@ TWINS = {
         dict(attention_bias=False, tie_word_embeddings=True, rope_parameters=QUARTER),
     ),
 }
+FULL, WINDOW = "full_attention", "sliding_attention"
+BY_LAYER = {
+    FULL: {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5},
+    WINDOW: {"rope_type": "default", "rope_theta": 1e3},
+}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "rope_theta": 5e4,
+    "original_max_position_embeddings": 16,
+    "attention_factor": 1.1,
+}
+TWINS |= {
+    "gemma2, capped": (
+        "Gemma2",
+        dict(
+            num_key_value_heads=2, head_dim=12, sliding_window=5, query_pre_attn_scalar=10,
+            attn_logit_softcapping=5.0, final_logit_softcapping=20.0,
+        ),
+    ),
+    "gemma2, biases, no caps": (
+        "Gemma2",
+        dict(
+            num_key_value_heads=1, head_dim=8, sliding_window=7, attention_bias=True,
+            attn_logit_softcapping=None, final_logit_softcapping=None,
+        ),
+    ),
+    "gemma2, untied": (
+        "Gemma2",
+        dict(num_key_value_heads=4, head_dim=8, sliding_window=4, tie_word_embeddings=False),
+    ),
+    "gemma3, all windows": (
+        "Gemma3Text",
+        dict(num_key_value_heads=2, head_dim=12, sliding_window=5, query_pre_attn_scalar=10),
+    ),
+    "gemma3, mixed, capped": (
+        "Gemma3Text",
+        dict(
+            num_key_value_heads=1, head_dim=8, sliding_window=6, final_logit_softcapping=9.0,
+            layer_types=[WINDOW, FULL, WINDOW],
+        ),
+    ),
+    "gemma3, scaled": (
+        "Gemma3Text",
+        dict(
+            num_key_value_heads=4, head_dim=16, sliding_window=4, rope_parameters=BY_LAYER,
+            layer_types=[WINDOW, FULL, WINDOW],
+        ),
+    ),
+    "olmo2, grouped": ("Olmo2", dict(num_key_value_heads=2)),
+    "olmo2, one key head, biases": ("Olmo2", dict(num_key_value_heads=1, attention_bias=True)),
+    "olmo2, tied": ("Olmo2", dict(num_key_value_heads=4, tie_word_embeddings=True)),
+    "olmo3, all windows": ("Olmo3", dict(num_key_value_heads=2, sliding_window=5)),
+    "olmo3, mixed, scaled": (
+        "Olmo3",
+        dict(
+            num_key_value_heads=4, sliding_window=6, layer_types=[WINDOW, FULL, WINDOW],
+            rope_parameters={FULL: YARN, WINDOW: {"rope_type": "default", "rope_theta": 5e4}},
+        ),
+    ),
+    "olmo3, no windows": (
+        "Olmo3",
+        dict(num_key_value_heads=1, layer_types=[FULL] * 3, attention_bias=True),
+    ),
+    "phi3, window": ("Phi3", dict(num_key_value_heads=2, sliding_window=5)),
+    "phi3, half of a head": ("Phi3", dict(num_key_value_heads=4, partial_rotary_factor=0.5)),
+    "phi3, tied": (
+        "Phi3",
+        dict(num_key_value_heads=1, sliding_window=6, tie_word_embeddings=True, rope_theta=500.0),
+    ),
+    "bloom": ("Bloom", dict(tie_word_embeddings=False)),
+    "bloom, after the norms": (
+        "Bloom",
+        dict(apply_residual_connection_post_layernorm=True, tie_word_embeddings=False),
+    ),
+    "bloom, six heads, tied": ("Bloom", dict(n_head=6, hidden_size=36)),
+    "falcon, one key head": ("Falcon", {}),
+    "falcon, new, biases": (
+        "Falcon",
+        dict(new_decoder_architecture=True, num_kv_heads=2, bias=True),
+    ),
+    "falcon, new, one norm": (
+        "Falcon",
+        dict(
+            new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=1,
+            tie_word_embeddings=False,
+        ),
+    ),
+}  # fmt: skip
+# The names of some sizes, None for those that the config has not.
+OTHER_NAMES = {
+    "Bloom": {
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+        "max_position_embeddings": None,
+        "intermediate_size": None,
+    },
+    "Falcon": {"intermediate_size": "ffn_hidden_size"},
+}
+# With random weights these choose the same token again and again.
+REPEATS = {"bloom, after the norms", "bloom, six heads, tied"}
 # Of weights with which no two candidates of the tests of generation are all but equal, and each row
 # goes on with five tokens or more.
-SEEDS = dict(zip(TWINS, (13, 6, 1, 8, 13, 18, 6, 18, 11, 74, 18, 6), strict=True))
-ONE_OF_EACH = ["mistral, window", "qwen2, windows in later layers", "qwen3, wide heads", "pythia"]
+SEEDS = dict(zip(TWINS, (
+    13, 6, 1, 8, 13, 18, 6, 18, 11, 74, 18, 6,
+    10, 2, 2, 10, 64, 21, 4, 59, 49, 1, 1, 118, 1, 1, 1, 92, 1, 1, 63, 57, 6,
+), strict=True))  # fmt: skip
+ONE_OF_EACH = [
+    "mistral, window",
+    "qwen2, windows in later layers",
+    "qwen3, wide heads",
+    "pythia",
+    "gemma2, capped",
+    "gemma3, scaled",
+    "olmo2, grouped",
+    "olmo3, mixed, scaled",
+    "phi3, half of a head",
+    "bloom",
+    "falcon, new, biases",
+]
 
 
 def config_of(name: str, **fields):
     """The config of transformers."""
     kind, own = TWINS[name]
-    return getattr(transformers, f"{kind}Config")(**{**COMMON, **own, **fields})
+    names = OTHER_NAMES.get(kind, {})
+    common = {names.get(key, key): value for key, value in COMMON.items()}
+    common.pop(None, None)
+    eager = {"attn_implementation": "eager"} if kind == "Gemma2" else {}  # others drop its cap
+    values = {**common, "pad_token_id": None, **eager, **own, **fields}
+    return getattr(transformers, f"{kind}Config")(**values)
+
+
+def model_class(name: str, head: str = "ForCausalLM"):
+    """The class of transformers."""
+    kind = TWINS[name][0]
+    kind = kind.removesuffix("Text") if head == "ForCausalLM" else kind
+    return getattr(transformers, f"{kind}{head}")
 
 
 @cache
@@ -87,10 +216,11 @@ def twin(name: str):
     again and again, whatever came before.
     """
     torch.manual_seed(SEEDS[name])
-    kind = TWINS[name][0]
-    return with_small_biases(
-        randomized_(getattr(transformers, f"{kind}ForCausalLM")(config_of(name)))
-    )
+    model = with_small_biases(randomized_(model_class(name)(config_of(name))))
+    # otherwise a tied head chooses the last token again and again
+    if TWINS[name][0].startswith("Gemma"):  # it multiplies embeddings by this root
+        model.get_input_embeddings().weight.data /= model.config.hidden_size**0.5
+    return model
 
 
 def with_small_biases(hf):

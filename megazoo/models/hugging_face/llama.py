@@ -4,8 +4,10 @@ config.json."""
 import dataclasses
 from typing import Any
 
+from megazoo.errors import UserError
 from megazoo.models.hugging_face.config import ConfigReader, head_to_hugging_face
 from megazoo.models.hugging_face.names import HFFiles, HFNames
+from megazoo.models.hugging_face.windows import FULL, WINDOW
 
 FILES = HFFiles(
     prefix="model.",
@@ -66,13 +68,54 @@ def _read_rotary(fields: ConfigReader, default: float) -> tuple[float, dict | No
     theta, rope = fields.take("rope_theta", default), fields.nested("rope_parameters")
     if "rope_scaling" in fields.values:  # the older form replaces the newer one
         rope = fields.nested("rope_scaling")
-    older_type = rope.take("type", "default")
-    kind, theta = rope.take("rope_type", older_type), rope.take("rope_theta", float(theta))
+    return _theta_and_scaling(rope, theta)
+
+
+def _theta_and_scaling(rope: ConfigReader, theta: float) -> tuple[float, dict | None]:
+    """Return the base of the rotary embeddings, and their scaling or None. rope: rope_parameters or
+    rope_scaling. theta: the base if `rope` has none."""
+    kind = rope.take("rope_type", rope.take("type", "default"))
+    theta = rope.take("rope_theta", float(theta))
     rope.only("partial_rotary_factor", 1.0)
     if kind != "default":
         return theta, {"rope_type": kind, **rope.values}  # Rotary checks the keys
     rope.finish()
     return theta, None
+
+
+def read_rotary_by_layer(fields: ConfigReader, theta: float, window_theta: float) -> dict[str, Any]:
+    """Return rope_theta and rope_scaling of the layers that attend to all tokens, and window_theta,
+    the base of the layers with a window, which have no scaling.
+
+    theta, window_theta: the bases if the file has none. Raises UserError for a field that is not
+    supported.
+    """
+    theta = fields.take("rope_theta", theta)
+    window_theta = fields.take("rope_local_base_freq", window_theta)  # in older files
+    older = fields.nested("rope_scaling")
+    rope = fields.nested("rope_parameters")
+    full, window = rope.nested(FULL), rope.nested(WINDOW)
+    rope.finish()
+    full.values |= older.values
+    theta, scaling = _theta_and_scaling(full, theta)
+    window_theta, window_scaling = _theta_and_scaling(window, window_theta)
+    if window_scaling:
+        raise UserError(
+            f"{window.inside}rope_type {window_scaling['rope_type']!r} is not supported: it must "
+            "be 'default'"
+        )
+    return {"rope_theta": theta, "rope_scaling": scaling, "window_theta": window_theta}
+
+
+def write_rotary_by_layer(config: Any) -> dict[str, Any]:
+    """Return the field from which `read_rotary_by_layer` reads a config."""
+    scaling = config.rope_scaling or {}
+    return {
+        "rope_parameters": {
+            FULL: {"rope_type": "default", **scaling, "rope_theta": config.rope_theta},
+            WINDOW: {"rope_type": "default", "rope_theta": config.window_theta},
+        }
+    }
 
 
 def _names_of(config_class: type) -> dict[str, str]:
@@ -89,5 +132,7 @@ def write_config(config: Any, model_type: str) -> dict[str, Any]:
     values["rms_norm_eps"] = float(config.norm_epsilon)
     scaling = config.rope_scaling or {}
     rope = {"rope_type": "default", **scaling, "rope_theta": config.rope_theta}
-    head = head_to_hugging_face(config, f"{model_type.capitalize()}ForCausalLM")
+    head = head_to_hugging_face(
+        config, f"{model_type.removesuffix('_text').capitalize()}ForCausalLM"
+    )
     return {**head, "model_type": model_type, **values, "rope_parameters": rope}

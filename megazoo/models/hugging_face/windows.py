@@ -60,3 +60,39 @@ def write_layer_types(config: Any) -> dict[str, Any]:
 def layer_types(full: int, layers: int) -> list[str]:
     """Return the types of all layers. The first `full` layers attend to all tokens."""
     return [FULL] * full + [WINDOW] * (layers - full)
+
+
+def read_layer_pattern(
+    fields: ConfigReader, layers: int, window: int, full_every: int
+) -> dict[str, int]:
+    """Return `window` and `full_every` of a config: every full_every-th layer attends to all
+    tokens, the others have the window. Raises UserError for another order of layers.
+
+    window, full_every: the values if the file has none. With a null window, no layer has one.
+    """
+    window = read_window(fields, window)
+    every = fields.take("sliding_window_pattern", full_every)  # in older files
+    types = fields.take("layer_types", pattern_types(every, layers))
+    if FULL in types:
+        every = types.index(FULL) + 1
+    elif every <= layers:
+        every = layers + 1
+    if types != pattern_types(every, layers):
+        raise UserError(
+            f"layer_types {brief(types)} is not supported: of the {layers} layers, it must "
+            f"give {FULL} for every n-th one, with any n, and {WINDOW} for all others"
+        )
+    return {"window": window, "full_every": every}
+
+
+def write_layer_pattern(config: Any) -> dict[str, Any]:
+    """Return the fields from which `read_layer_pattern` reads a config."""
+    return {
+        "sliding_window": config.window or None,
+        "layer_types": pattern_types(config.full_every, config.layers),
+    }
+
+
+def pattern_types(full_every: int, layers: int) -> list[str]:
+    """Return the types of all layers, of which every full_every-th attends to all tokens."""
+    return [WINDOW if (index + 1) % full_every else FULL for index in range(layers)]

@@ -1,5 +1,5 @@
-"""A family that needs what no family of ours does, in one file of a user's, equals transformers'
-Gemma 2 in every layout."""
+"""Gemma 2, whose scores and logits have caps, equals transformers in every layout, also
+with context parallelism and with its loss in pieces."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -9,10 +9,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import Gemma2Config, Gemma2ForCausalLM
+import transformers
+from transformers import Gemma2ForCausalLM
 
 import megazoo
-from megazoo.models.registry import FAMILIES
+from megazoo.models.gemma2 import Gemma2Config
 from tests.support.layouts import short_pieces
 from tests.support.training import (
     context,
@@ -27,28 +28,18 @@ from tests.support.training import (
 LAYOUTS = [dict(tp=2), dict(pp=2), dict(cp=2), dict(tp=2, pp=2), dict(tp=2, sp=True)]
 
 
-def known():
-    """Register the family in this process; return its config."""
-    from tests.support.own_gemma import Gemma
-
-    FAMILIES["gemma2"] = Gemma
-    return Gemma.presets["gemma2-tiny"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def registered():
-    """Known as "gemma2" for these tests only."""
-    known()
-    yield
-    del FAMILIES["gemma2"]
+CONFIG = Gemma2Config(
+    vocab_size=61, max_positions=32, hidden_size=32, layers=4, heads=4, kv_heads=2, ffn_size=48,
+    head_size=12, window=6, query_scalar=10, score_cap=2.0, logit_cap=1.5,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory) -> tuple[Path, Gemma2ForCausalLM]:
     """A directory of transformers' Gemma 2 with random weights, and the model."""
-    ours = known()
+    ours = CONFIG
     torch.manual_seed(0)
-    config = Gemma2Config(
+    config = transformers.Gemma2Config(
         vocab_size=ours.vocab_size,
         hidden_size=ours.hidden_size,
         intermediate_size=ours.ffn_size,
@@ -80,7 +71,6 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor]:
 
 def asked(directory: Path, layout: dict):
     """Loss, logits, and what the model generates."""
-    known()
     model, (ids, mask) = megazoo.from_pretrained(directory, context(**layout)), inputs()
     labels = ids.masked_fill(mask == 0, -100)
     found = model(ids, attention_mask=mask, labels=labels, return_logits=True)
@@ -102,14 +92,13 @@ def test_loss_logits_and_what_it_generates_equal_transformers(ranks, theirs, lay
 
 
 def trained(layout: dict, pieces: bool):
-    config = known()
     with short_pieces() if pieces else nullcontext() as count:
-        return train(config, layout, 3), count.call_count if pieces else None
+        return train(CONFIG, layout, 3), count.call_count if pieces else None
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=layout_name)
 def test_it_trains_as_in_one_process_also_with_its_loss_in_pieces(ranks, layout):
-    expected = train(known(), {}, 3)
+    expected = train(CONFIG, {}, 3)
     for pieces in (False, True):
         results = ranks(trained, world(layout), layout, pieces)
         for history, _ in results:
@@ -121,7 +110,7 @@ def test_it_trains_as_in_one_process_also_with_its_loss_in_pieces(ranks, layout)
 def test_its_files_are_those_of_transformers(theirs, tmp_path):
     directory, hf = theirs
     model = megazoo.from_pretrained(directory)
-    assert model.config == known()
+    assert model.config == CONFIG
     model.save_parallelized(tmp_path, merge_checkpoints=True)
     back = Gemma2ForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
     assert back.config.layer_types == hf.config.layer_types
@@ -130,15 +119,10 @@ def test_its_files_are_those_of_transformers(theirs, tmp_path):
 
 
 def test_without_a_cap_of_the_scores_it_has_fused_attention():
-    (ids, _), config = inputs(), known()
+    (ids, _), config = inputs(), CONFIG
     kernel = F.scaled_dot_product_attention
     for cap, calls in ((None, config.layers), (config.score_cap, 0)):
         model = megazoo.from_config(replace(config, score_cap=cap))
         with mock.patch.object(F, "scaled_dot_product_attention", side_effect=kernel) as fused:
             model.train_batch(ids, labels=ids)
         assert fused.call_count == calls
-
-
-def test_the_file_is_short():
-    lines = Path("tests/support/own_gemma.py").read_text().splitlines()
-    assert len(lines) <= 130

@@ -1,0 +1,133 @@
+"""BLOOM (BigScience 2022): GPT-2 with ALiBi instead of learned positions, and a norm of the
+embedding.
+
+    x = embedding_norm(embedding(ids))                              first stage
+    x = x + dropout(attention(attention_norm(x)))                   each layer
+    x = x + dropout(down(gelu(up(mlp_norm(x)))))
+    logits = norm(x) @ embedding.weight^T                           last stage
+
+With residual_after_norm, the outputs of the norms are added instead of x. ALiBi is as in mpt.py.
+Tensor parallelism shards the weights as in gpt2.py; embedding_norm is replicated.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megazoo.engine.microbatch import MicroBatch, static_steps
+from megazoo.layers import MLP, ALiBi, CausalSelfAttention, Dropout, LayerNorm
+from megazoo.layers.layer import Layer
+from megazoo.layers.mlp import gelu_tanh
+from megazoo.models.base import Model
+from megazoo.models.config import ModelConfig
+from megazoo.models.hugging_face import bloom as hugging_face
+from megazoo.models.hugging_face.config import ConfigReader
+from megazoo.models.masks import alibi_mask_of
+from megazoo.models.registry import register
+from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.stages import Stage
+
+
+@dataclass(frozen=True)
+class BloomConfig(ModelConfig):
+    """Configure a BLOOM. The defaults are bloom-560m."""
+
+    vocab_size: int = 250880
+    max_positions: int = 2048
+    hidden_size: int = 1024
+    layers: int = 24
+    heads: int = 16
+    norm_epsilon: float = 1e-5
+    residual_after_norm: bool = False  # add the outputs of the norms, not their inputs
+    attention_dropout: float = 0.0  # of the attention probabilities
+    residual_dropout: float = 0.0  # of the outputs of attention and MLP
+    tie_embeddings: bool = True
+
+    @property
+    def ffn_size(self) -> int:
+        return 4 * self.hidden_size
+
+    @classmethod
+    def from_hugging_face(cls, fields: ConfigReader) -> "BloomConfig":
+        return cls(**hugging_face.read_config(fields, cls))
+
+    def to_hugging_face(self) -> dict:
+        return hugging_face.write_config(self)
+
+
+class Block(Layer):
+    """One layer: [batch, sequence, hidden] -> the same shape. index: global index of the layer."""
+
+    kernel_masks = True
+
+    def __init__(self, config: BloomConfig, index: int):
+        super().__init__()
+        c, std = config, 0.02 / math.sqrt(2 * config.layers)
+        self.residual_after_norm = c.residual_after_norm
+        self.attention_norm = LayerNorm(c.hidden_size, c.norm_epsilon)
+        self.attention = CausalSelfAttention(
+            c.hidden_size, c.heads, dropout=c.attention_dropout, output_std=std
+        )
+        self.attention_dropout = Dropout(c.residual_dropout)
+        self.mlp_norm = LayerNorm(c.hidden_size, c.norm_epsilon)
+        self.mlp = MLP(c.hidden_size, c.ffn_size, gelu_tanh, output_std=std)
+        self.mlp_dropout = Dropout(c.residual_dropout)
+
+    def forward(
+        self, x: torch.Tensor, batch: MicroBatch, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        seed, normed = batch.dropout_seed, self.attention_norm(x)
+        attended = self.attention(normed, seed, mask=mask, cache=batch.cache)
+        x = (normed if self.residual_after_norm else x) + self.attention_dropout(attended, seed)
+        normed = self.mlp_norm(x)
+        x = normed if self.residual_after_norm else x
+        return x + self.mlp_dropout(self.mlp(normed), seed)
+
+
+@register("bloom")
+class Bloom(Model):
+    Config, Block = BloomConfig, Block
+    HUGGING_FACE_NAMES = hugging_face.NAMES
+    HUGGING_FACE = hugging_face.FILES
+    presets = {
+        # vocab_size, max_positions, hidden_size, layers, heads
+        "bloom-tiny": BloomConfig(257, 256, 128, 4, 4),
+        "bloom-560m": BloomConfig(),
+        "bloom-1b1": BloomConfig(250880, 2048, 1536, 24, 16),
+        "bloom-1b7": BloomConfig(250880, 2048, 2048, 24, 16),
+        "bloom-3b": BloomConfig(250880, 2048, 2560, 30, 32),
+        "bloom-7b1": BloomConfig(250880, 2048, 4096, 30, 32),
+        "bloom-176b": BloomConfig(250880, 2048, 14336, 70, 112),
+    }
+
+    def __init__(self, config: BloomConfig, ctx: ParallelContext, seed: int = 0):
+        super().__init__(config, ctx, seed)
+        c = config
+        self.add_embedding()
+        if self.has_first:
+            self.embedding_norm = LayerNorm(c.hidden_size, c.norm_epsilon)
+        self.add_layers()
+        self.alibi = None  # the bias of this rank's heads, one for all layers
+        if self.layers:
+            layer: Any = next(iter(self.layers.values()))
+            self.alibi = ALiBi(c.heads, layer.attention.heads)
+        if self.has_last:
+            self.norm = LayerNorm(c.hidden_size, c.norm_epsilon)
+        self.add_head()
+
+    @static_steps
+    def forward_stage(self, x: torch.Tensor, batch: MicroBatch, stage: Stage) -> torch.Tensor:
+        if stage.first:  # x: token ids [batch, sequence]
+            x = self.embedding_norm(self.embedding(x))
+        if self.alibi is not None:
+            mask = alibi_mask_of(batch, self.alibi, x.dtype, x.device)
+            x = self.run_layers(x, stage, batch, mask)  # x: [batch, sequence, hidden]
+        return self.norm(x) if stage.last else x
+
+    @classmethod
+    def stage_costs(cls, config: BloomConfig) -> tuple[float, float, float]:
+        c = config
+        layer = c.hidden_size * (12 * c.hidden_size + c.max_positions)
+        return layer, 2 * c.hidden_size, (c.num_labels or c.vocab_size) * c.hidden_size

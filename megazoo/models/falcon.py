@@ -1,0 +1,140 @@
+"""Falcon (Almazrouei et al. 2023): attention and MLP in parallel, without biases in linear layers.
+
+    x = x + dropout(attention(norm(x)) + mlp(norm(x)))                              falcon-7b
+    x = x + dropout(attention(attention_norm(x)) + mlp(mlp_norm(x)))                falcon-40b
+
+Falcon-7b has one key and value head. Falcon-40b has several, and two norms (separate_norms). Rotary
+embeddings rotate queries and keys. Tensor parallelism shards the weights as in gpt2.py. The models
+with ALiBi, or with attention before the MLP (falcon-rw), are not supported.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from megazoo.engine.microbatch import MicroBatch, static_steps
+from megazoo.layers import MLP, CausalSelfAttention, Dropout, LayerNorm, Rotary, activation_named
+from megazoo.layers.fused import CosAndSin
+from megazoo.layers.layer import Layer
+from megazoo.models.base import Model
+from megazoo.models.config import ModelConfig
+from megazoo.models.hugging_face import falcon as hugging_face
+from megazoo.models.hugging_face.config import ConfigReader
+from megazoo.models.masks import mask_of
+from megazoo.models.registry import register
+from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.stages import Stage
+
+
+@dataclass(frozen=True)
+class FalconConfig(ModelConfig):
+    """Configure a Falcon. The defaults are falcon-7b."""
+
+    vocab_size: int = 65024
+    max_positions: int = 2048
+    hidden_size: int = 4544
+    layers: int = 32
+    heads: int = 71
+    kv_heads: int = 1  # 0: as many as heads
+    ffn_size: int = 0  # 0: 4 x hidden_size
+    separate_norms: bool = (
+        False  # a norm for attention and one for the MLP; otherwise they share it
+    )
+    bias: bool = False  # on all linear layers
+    activation: str = "gelu"  # or another of Hugging Face's names: see megazoo.layers.mlp
+    norm_epsilon: float = 1e-5
+    rope_theta: float = 10000.0
+    attention_dropout: float = 0.0  # of the attention probabilities
+    residual_dropout: float = 0.0  # of the sum of the outputs of attention and MLP
+    tie_embeddings: bool = True
+
+    def __post_init__(self):
+        if not self.ffn_size:
+            object.__setattr__(self, "ffn_size", 4 * self.hidden_size)
+        if not self.kv_heads:
+            object.__setattr__(self, "kv_heads", self.heads)
+
+    @classmethod
+    def from_hugging_face(cls, fields: ConfigReader) -> "FalconConfig":
+        return cls(**hugging_face.read_config(fields, cls))
+
+    def to_hugging_face(self) -> dict:
+        return hugging_face.write_config(self)
+
+
+class Block(Layer):
+    """One layer: [batch, sequence, hidden] -> the same shape. index: global index of the layer."""
+
+    kernel_masks = True
+
+    def __init__(self, config: FalconConfig, index: int):
+        super().__init__()
+        c, std = config, 0.02 / math.sqrt(2 * config.layers)
+        self.separate_norms = c.separate_norms
+        if c.separate_norms:
+            self.attention_norm = LayerNorm(c.hidden_size, c.norm_epsilon)
+            self.mlp_norm = LayerNorm(c.hidden_size, c.norm_epsilon)
+        else:
+            self.norm = LayerNorm(c.hidden_size, c.norm_epsilon)
+        self.attention = CausalSelfAttention(
+            c.hidden_size,
+            c.heads,
+            c.kv_heads,
+            dropout=c.attention_dropout,
+            bias=c.bias,
+            output_std=std,
+        )
+        activation = activation_named(c.activation)
+        self.mlp = MLP(c.hidden_size, c.ffn_size, activation, bias=c.bias, output_std=std)
+        self.dropout = Dropout(c.residual_dropout)
+
+    def forward(
+        self, x: torch.Tensor, batch: MicroBatch, rotary: CosAndSin, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        seed = batch.dropout_seed
+        if self.separate_norms:
+            to_attention, to_mlp = self.attention_norm(x), self.mlp_norm(x)
+        else:
+            to_attention = to_mlp = self.norm(x)
+        attended = self.attention(to_attention, seed, rotary, mask, batch.cache)
+        return x + self.dropout(self.mlp(to_mlp) + attended, seed)
+
+
+@register("falcon")
+class Falcon(Model):
+    Config, Block = FalconConfig, Block
+    HUGGING_FACE_NAMES = hugging_face.NAMES
+    HUGGING_FACE = hugging_face.FILES
+    presets = {
+        # vocab_size, max_positions, hidden_size, layers, heads, kv_heads
+        "falcon-tiny": FalconConfig(257, 256, 128, 4, 4, 2, separate_norms=True),
+        "falcon-7b": FalconConfig(),
+        "falcon-40b": FalconConfig(65024, 2048, 8192, 60, 128, 8, separate_norms=True),
+    }
+
+    def __init__(self, config: FalconConfig, ctx: ParallelContext, seed: int = 0):
+        super().__init__(config, ctx, seed)
+        c = config
+        self.rotary = Rotary(c.hidden_size // c.heads, c.rope_theta, c.max_positions)
+        self.add_embedding()
+        self.add_layers()
+        if self.has_last:
+            self.norm = LayerNorm(c.hidden_size, c.norm_epsilon)
+        self.add_head()
+
+    @static_steps
+    def forward_stage(self, x: torch.Tensor, batch: MicroBatch, stage: Stage) -> torch.Tensor:
+        if stage.first:  # x: token ids [batch, sequence]
+            x = self.embedding(x)
+        rotary = self.rotary(batch.positions(x.device), x.dtype)
+        mask = mask_of(batch, self.layers, x.dtype)
+        x = self.run_layers(x, stage, batch, rotary, mask)  # x: [batch, sequence, hidden]
+        return self.norm(x) if stage.last else x
+
+    @classmethod
+    def stage_costs(cls, config: FalconConfig) -> tuple[float, float, float]:
+        c, kv_size = config, config.hidden_size // config.heads * config.kv_heads
+        layer = 2 * c.hidden_size * (c.hidden_size + kv_size + c.ffn_size)
+        scores = c.max_positions * c.hidden_size
+        return layer + scores, 2 * c.hidden_size, (c.num_labels or c.vocab_size) * c.hidden_size

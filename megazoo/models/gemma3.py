@@ -1,0 +1,105 @@
+"""Gemma 3 (Gemma Team 2025), the models for text: Gemma 2 with normalised queries and keys instead
+of soft-capped scores, and windows in five of six layers.
+
+Layers with a window rotate queries and keys with another base (window_theta); only the
+others have the scaling for longer contexts. All other parts are as in gemma2.py.
+"""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+
+from megazoo.engine.microbatch import MicroBatch, static_steps
+from megazoo.layers import Rotary
+from megazoo.layers.fused import CosAndSin
+from megazoo.models import gemma2
+from megazoo.models.gemma2 import GemmaNorm
+from megazoo.models.hugging_face.config import ConfigReader
+from megazoo.models.hugging_face.llama import read_rotary_by_layer, write_rotary_by_layer
+from megazoo.models.hugging_face.names import HFNames
+from megazoo.models.masks import mask_of
+from megazoo.models.registry import register
+from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.stages import Stage
+
+
+@dataclass(frozen=True)
+class Gemma3Config(gemma2.Gemma2Config):
+    """Configure a Gemma 3. The defaults are those of transformers."""
+
+    vocab_size: int = 262208
+    max_positions: int = 131072
+    rope_theta: float = 1e6
+    window_theta: float = 1e4  # rope_theta of the layers with a window
+    full_every: int = 6
+    score_cap: float | None = None
+    logit_cap: float | None = None
+
+    MODEL_TYPE: ClassVar = "gemma3_text"
+
+    @classmethod
+    def from_hugging_face(cls, fields: ConfigReader) -> "Gemma3Config":
+        fields.only("attn_logit_softcapping", None)  # transformers ignores it
+        rotary = read_rotary_by_layer(fields, cls.rope_theta, cls.window_theta)
+        return replace(super().from_hugging_face(fields), **rotary)
+
+    def to_hugging_face(self) -> dict:
+        values = super().to_hugging_face() | write_rotary_by_layer(self)
+        if self.num_labels:  # the class without Text is multimodal
+            values["architectures"] = ["Gemma3TextForSequenceClassification"]
+        return values
+
+
+class Block(gemma2.Block):
+    kernel_masks = True
+
+    def attention_settings(self, config: Gemma3Config, index: int) -> dict:
+        settings = super().attention_settings(config, index)
+        self.has_window = settings["window"] is not None
+        norms = [GemmaNorm(config.head_size, config.norm_epsilon, parallel=True) for _ in "qk"]
+        return settings | {"q_norm": norms[0], "k_norm": norms[1]}
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        batch: MicroBatch,
+        rotary: tuple[CosAndSin, CosAndSin],
+        mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        return super().forward(x, batch, rotary[self.has_window], mask)
+
+
+@register("gemma3")
+class Gemma3(gemma2.Gemma2):
+    Config, Block = Gemma3Config, Block
+    HUGGING_FACE_NAMES = gemma2.NAMES | {
+        "layers.{}.attention.q_norm": HFNames("model.layers.{}.self_attn.q_norm"),
+        "layers.{}.attention.k_norm": HFNames("model.layers.{}.self_attn.k_norm"),
+    }
+    HUGGING_FACE = gemma2.Gemma2.HUGGING_FACE._replace(model_type="gemma3_text")
+    presets = {
+        "gemma3-tiny": Gemma3Config(
+            257, 256, 128, 6, 4, 1, 32, 384, window=48, query_scalar=32
+        ),
+        "gemma3-270m": Gemma3Config(262144, 32768, 640, 18, 4, 1, ffn_size=2048, window=512),
+        "gemma3-1b": Gemma3Config(262144, 32768, 1152, 26, 4, 1, ffn_size=6912, window=512),
+    }  # fmt: skip
+
+    def __init__(self, config: Gemma3Config, ctx: ParallelContext, seed: int = 0):
+        super().__init__(config, ctx, seed)
+        self.window_rotary = Rotary(config.head_size, config.window_theta, config.max_positions)
+
+    @static_steps
+    def forward_stage(self, x: torch.Tensor, batch: MicroBatch, stage: Stage) -> torch.Tensor:
+        if stage.first:  # x: token ids [batch, sequence]
+            x = self.embedding(x)
+            x = x * torch.tensor(self.config.hidden_size**0.5, dtype=x.dtype, device=x.device)
+        positions = batch.positions(x.device)
+        rotary = (
+            self.rotary(positions, x.dtype, batch.longest),
+            self.window_rotary(positions, x.dtype),
+        )
+        mask = mask_of(batch, self.layers, x.dtype)
+        x = self.run_layers(x, stage, batch, rotary, mask)  # x: [batch, sequence, hidden]
+        return self.norm(x) if stage.last else x

@@ -1,0 +1,59 @@
+"""BLOOM in Hugging Face directories: names of tensors and fields of config.json."""
+
+from typing import Any
+
+from megazoo.models.hugging_face.config import ConfigReader, head_to_hugging_face
+from megazoo.models.hugging_face.names import HFFiles, HFNames
+
+FILES = HFFiles(prefix="transformer.")
+NAMES = {
+    "embedding": HFNames("transformer.word_embeddings"),
+    "embedding_norm": HFNames("transformer.word_embeddings_layernorm"),
+    "layers.{}.attention_norm": HFNames("transformer.h.{}.input_layernorm"),
+    "layers.{}.attention.qkv": HFNames(
+        "transformer.h.{}.self_attention.query_key_value", grouped=True
+    ),
+    "layers.{}.attention.output": HFNames("transformer.h.{}.self_attention.dense"),
+    "layers.{}.mlp_norm": HFNames("transformer.h.{}.post_attention_layernorm"),
+    "layers.{}.mlp.up": HFNames("transformer.h.{}.mlp.dense_h_to_4h"),
+    "layers.{}.mlp.down": HFNames("transformer.h.{}.mlp.dense_4h_to_h"),
+    "norm": HFNames("transformer.ln_f"),
+    "head": HFNames("lm_head"),
+    "score": HFNames("score"),
+}
+FIELDS = {
+    "vocab_size": "vocab_size",
+    "seq_length": "max_positions",
+    "hidden_size": "hidden_size",
+    "n_layer": "layers",
+    "n_head": "heads",
+    "layer_norm_epsilon": "norm_epsilon",
+    "apply_residual_connection_post_layernorm": "residual_after_norm",
+    "attention_dropout": "attention_dropout",
+    "hidden_dropout": "residual_dropout",
+    "tie_word_embeddings": "tie_embeddings",
+}
+OTHER_NAMES = {"n_embed": "hidden_size", "num_hidden_layers": "n_layer"}
+OTHER_NAMES["num_attention_heads"] = "n_head"
+# Fields of the published files. They have no effect on the result.
+IGNORED = (
+    "slow_but_exact attention_softmax_in_fp32 bias_dropout_fusion masked_softmax_fusion n_inner "
+    "offset_alibi skip_bias_add skip_bias_add_qkv"
+).split()
+
+
+def read_config(fields: ConfigReader, defaults: type) -> dict[str, Any]:
+    """Return the values of a BloomConfig. defaults: its class. Raises UserError for a field that is
+    not supported."""
+    for other, name in OTHER_NAMES.items():
+        if other in fields.values:
+            fields.values[name] = fields.values.pop(other)
+    for name in IGNORED:
+        fields.take(name)
+    return {**fields.renamed(FIELDS, defaults), **fields.head()}
+
+
+def write_config(config: Any) -> dict[str, Any]:
+    """Return the values of config.json for a BloomConfig."""
+    values = {theirs: getattr(config, ours) for theirs, ours in FIELDS.items()}
+    return {**head_to_hugging_face(config, "BloomForCausalLM"), "model_type": "bloom", **values}

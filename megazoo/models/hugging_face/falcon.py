@@ -1,0 +1,78 @@
+"""Falcon in Hugging Face directories: names of tensors and fields of config.json."""
+
+from typing import Any
+
+from megazoo.models.hugging_face.config import ConfigReader, head_to_hugging_face
+from megazoo.models.hugging_face.names import HFFiles, HFNames
+
+FILES = HFFiles(prefix="transformer.")
+NAMES = {
+    "embedding": HFNames("transformer.word_embeddings"),
+    "layers.{}.norm": HFNames("transformer.h.{}.input_layernorm"),
+    "layers.{}.attention_norm": HFNames("transformer.h.{}.ln_attn"),
+    "layers.{}.mlp_norm": HFNames("transformer.h.{}.ln_mlp"),
+    "layers.{}.attention.qkv": HFNames(
+        "transformer.h.{}.self_attention.query_key_value", grouped=True
+    ),
+    "layers.{}.attention.output": HFNames("transformer.h.{}.self_attention.dense"),
+    "layers.{}.mlp.up": HFNames("transformer.h.{}.mlp.dense_h_to_4h"),
+    "layers.{}.mlp.down": HFNames("transformer.h.{}.mlp.dense_4h_to_h"),
+    "norm": HFNames("transformer.ln_f"),
+    "head": HFNames("lm_head"),
+    "score": HFNames("score"),
+}
+FIELDS = {
+    "vocab_size": "vocab_size",
+    "max_position_embeddings": "max_positions",
+    "hidden_size": "hidden_size",
+    "num_hidden_layers": "layers",
+    "num_attention_heads": "heads",
+    "ffn_hidden_size": "ffn_size",
+    "bias": "bias",
+    "activation": "activation",
+    "layer_norm_epsilon": "norm_epsilon",
+    "attention_dropout": "attention_dropout",
+    "hidden_dropout": "residual_dropout",
+    "tie_word_embeddings": "tie_embeddings",
+}
+
+
+def read_config(fields: ConfigReader, defaults: type) -> dict[str, Any]:
+    """Return the values of a FalconConfig. defaults: its class. Raises UserError for a field that
+    is not supported."""
+    if "n_embed" in fields.values:  # in older files
+        fields.values["hidden_size"] = fields.values.pop("n_embed")
+    values = fields.renamed(FIELDS, defaults)
+    fields.only("alibi", False)
+    fields.only("apply_residual_connection_post_layernorm", False)  # in older files
+    new = fields.take("new_decoder_architecture", False)
+    kv_heads, one = fields.take("num_kv_heads", values["heads"]), fields.take("multi_query", True)
+    values["kv_heads"] = kv_heads if new else 1 if one else values["heads"]
+    norms = fields.take("num_ln_in_parallel_attn", 2 if new else 1)
+    values["separate_norms"] = new and norms == 2
+    fields.only("parallel_attn", True)
+    theta = fields.take("rope_theta", defaults.rope_theta)
+    fields.only("rope_scaling", None)
+    rope = fields.nested("rope_parameters")
+    rope.only("rope_type", "default")
+    values["rope_theta"] = float(rope.take("rope_theta", float(theta)))
+    rope.finish()
+    return {**values, **fields.head()}
+
+
+def write_config(config: Any) -> dict[str, Any]:
+    """Return the values of config.json for a FalconConfig."""
+    values = {theirs: getattr(config, ours) for theirs, ours in FIELDS.items()}
+    new = config.separate_norms or 1 < config.kv_heads < config.heads  # the form of falcon-40b
+    return {
+        **head_to_hugging_face(config, "FalconForCausalLM"),
+        "model_type": "falcon",
+        **values,
+        "new_decoder_architecture": new,
+        "num_kv_heads": config.kv_heads if new else config.heads,
+        "multi_query": new or config.kv_heads == 1,
+        "num_ln_in_parallel_attn": 1 + config.separate_norms if new else None,
+        "parallel_attn": True,
+        "alibi": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+    }
