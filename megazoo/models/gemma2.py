@@ -6,8 +6,8 @@ scores and logits, and windows in every second layer.
     x = x + after_mlp(mlp(mlp_norm(x)))
     logits = cap * tanh(norm(x) @ embedding.weight^T / cap)         last stage
 
-All norms multiply by 1 + weight. Scores are divided by the root of query_scalar. All other parts are
-as in llama.py.
+All norms multiply by 1 + weight. Scores are divided by the root of query_scalar. Other
+parts are as in llama.py.
 """
 
 from dataclasses import dataclass

@@ -5,8 +5,8 @@ of a part of each head.
     x = x + dropout(mlp(mlp_norm(x)))
 
 Hugging Face files have one tensor for queries, keys and values, and one for gate and up, in the
-order of megazoo. The scaling longrope (Phi-3 with 128k tokens) is not supported. All other parts are
-as in llama.py.
+order of megazoo. The scaling longrope (Phi-3 with 128k tokens) is not supported. Other
+parts are as in llama.py.
 """
 
 from dataclasses import dataclass
