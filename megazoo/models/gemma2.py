@@ -11,12 +11,12 @@ parts are as in llama.py.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 
 from megazoo.engine.microbatch import MicroBatch, static_steps
-from megazoo.layers import Layer
+from megazoo.layers import Layer, RMSNorm
 from megazoo.layers.fused import CosAndSin
 from megazoo.layers.norm import rms_norm
 from megazoo.models import llama
@@ -71,13 +71,15 @@ class Gemma2Config(llama.LlamaFamilyConfig):
     MODEL_TYPE: ClassVar = "gemma2"
 
     @classmethod
-    def from_hugging_face(cls, fields: ConfigReader) -> "Gemma2Config":
+    def from_hugging_face(cls, fields: ConfigReader) -> Self:
         values = hugging_face.read_config(fields, cls)
         fields.only("use_bidirectional_attention", False)
         fields.take("cache_implementation")  # has no effect on the result
         window = read_layer_pattern(fields, values["layers"], cls.window, cls.full_every)
         own = fields.renamed(cls.FIELDS, cls)
-        off = {o: None for t, o in cls.FIELDS.items() if o.endswith("cap") and t in fields.nulls}
+        off: dict[str, Any] = {
+            o: None for t, o in cls.FIELDS.items() if o.endswith("cap") and t in fields.nulls
+        }
         return cls(**values | window | own | off)
 
     def to_hugging_face(self) -> dict:
@@ -87,7 +89,7 @@ class Gemma2Config(llama.LlamaFamilyConfig):
         return values | own | write_layer_pattern(self)
 
 
-class GemmaNorm(Layer):
+class GemmaNorm(RMSNorm):
     """RMSNorm that multiplies by 1 + weight, in fp32.
 
     Args:
@@ -99,7 +101,7 @@ class GemmaNorm(Layer):
     shown = ("eps",)
 
     def __init__(self, hidden_size: int, eps: float, *, parallel: bool = False):
-        super().__init__()
+        Layer.__init__(self)
         self.eps = eps
         shard = Shard(0, (hidden_size,), (hidden_size,)) if parallel else None
         self.add_parameter("weight", ParameterSpec((hidden_size,), shard))

@@ -6,7 +6,7 @@ others have the scaling for longer contexts. All other parts are as in gemma2.py
 """
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 
@@ -39,7 +39,7 @@ class Gemma3Config(gemma2.Gemma2Config):
     MODEL_TYPE: ClassVar = "gemma3_text"
 
     @classmethod
-    def from_hugging_face(cls, fields: ConfigReader) -> "Gemma3Config":
+    def from_hugging_face(cls, fields: ConfigReader) -> Self:
         fields.only("attn_logit_softcapping", None)  # transformers ignores it
         rotary = read_rotary_by_layer(fields, cls.rope_theta, cls.window_theta)
         return replace(super().from_hugging_face(fields), **rotary)

@@ -188,7 +188,7 @@ class Llama(Model):
     HUGGING_FACE_NAMES: ClassVar = hugging_face.NAMES
     HUGGING_FACE = hugging_face.FILES
 
-    def __init__(self, config: LlamaConfig, ctx: ParallelContext, seed: int = 0):
+    def __init__(self, config: LlamaFamilyConfig, ctx: ParallelContext, seed: int = 0):
         super().__init__(config, ctx, seed)
         self.rotary = _rotary(config)
         self.add_embedding()

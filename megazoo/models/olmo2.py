@@ -12,6 +12,7 @@ llama.py.
 """
 
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 
@@ -43,7 +44,7 @@ class Olmo2Config(llama.LlamaFamilyConfig):
     attention_bias: bool = False  # on qkv and output
 
     @classmethod
-    def from_hugging_face(cls, fields: ConfigReader) -> "Olmo2Config":
+    def from_hugging_face(cls, fields: ConfigReader) -> Self:
         return cls(**hugging_face.read_config(fields, cls))
 
     def to_hugging_face(self) -> dict:

@@ -5,7 +5,7 @@ others rotate with the base window_theta. All other parts are as in olmo2.py.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -32,7 +32,7 @@ class Olmo3Config(olmo2.Olmo2Config):
     full_every: int = 4  # every such layer attends to all tokens, the others have the window
 
     @classmethod
-    def from_hugging_face(cls, fields: ConfigReader) -> "Olmo3Config":
+    def from_hugging_face(cls, fields: ConfigReader) -> Self:
         rotary = hugging_face.read_rotary_by_layer(fields, cls.rope_theta, cls.window_theta)
         config = super().from_hugging_face(fields)
         pattern = read_layer_pattern(fields, config.layers, cls.window, cls.full_every)

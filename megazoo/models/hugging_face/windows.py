@@ -64,7 +64,7 @@ def layer_types(full: int, layers: int) -> list[str]:
 
 def read_layer_pattern(
     fields: ConfigReader, layers: int, window: int, full_every: int
-) -> dict[str, int]:
+) -> dict[str, Any]:
     """Return `window` and `full_every` of a config: every full_every-th layer attends to all
     tokens, the others have the window. Raises UserError for another order of layers.
 
