@@ -152,7 +152,7 @@ BAD_INPUT = {
     ),
     "--hiden-size 64": "unknown flag --hiden-size; did you mean --hidden-size? (--help lists all)",
     "--preset gpt2-xll": "unknown model or preset 'gpt2-xll'; did you mean gpt2-xl?",
-    "--model bert": "unknown model or preset 'bert'; `megazoo models` lists the presets of gpt2",
+    "--model bert": "unknown model or preset 'bert'; `megazoo models` lists the presets of bloom",
     "--tp two": "--tp is 'two': it must be an int",
     "--lr x": "--lr is 'x': it must be a number",
     "--dtype float8": "--dtype is 'float8': use one of float32, bfloat16, float16",
