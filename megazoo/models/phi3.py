@@ -51,6 +51,10 @@ class Phi3Config(llama.LlamaFamilyConfig):
         fields.take("embd_pdrop")  # has no effect in transformers
         window = read_window(fields, 1) if "sliding_window" in fields.values else 0
         values = hugging_face.read_config(fields, cls)
+        if scaling := values["rope_scaling"]:  # transformers reads yarn as longrope
+            raise UserError(
+                f"rope_type {scaling['rope_type']!r} is not supported: it must be 'default'"
+            )
         dropout = fields.take("resid_pdrop", cls.residual_dropout)
         return cls(**values, window=window, rotary_fraction=fraction, residual_dropout=dropout)
 

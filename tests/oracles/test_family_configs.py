@@ -63,14 +63,74 @@ NEOX = {
     "use_parallel_residual": [True, False],
     "hidden_dropout": [0.0, 0.1],
 }
-FIELDS = {"mistral": LLAMAS, "qwen2": QWENS, "qwen3": QWENS, "gpt_neox": NEOX}
+PATTERNS = {
+    **LLAMAS,
+    "layer_types": [None, [FULL] * 3, [WINDOW] * 3, [WINDOW, FULL, WINDOW], [FULL, WINDOW, FULL]],
+    "sliding_window": [None, 1, 4, 9, 4096],
+}
+BY_LAYER = {
+    "rope_parameters": [None, {FULL: {"rope_type": "linear", "factor": 2.0}}, {"rope_theta": 9.0}],
+    "rope_scaling": [None, {"rope_type": "linear", "factor": 2.0}],
+    "rope_theta": [1e6, 500.0],
+}
+GEMMA = {
+    **PATTERNS,
+    "hidden_activation": ["gelu", "silu"],
+    "query_pre_attn_scalar": [3, 16],
+    "final_logit_softcapping": [None, 2.0],
+    "use_bidirectional_attention": [None, False],
+}
+FALCON = {
+    "alibi": [False, True],
+    "bias": [True],
+    "new_decoder_architecture": [True, True, False],
+    "multi_query": [True, False],
+    "parallel_attn": [True, True, False],
+    "num_kv_heads": [1, 2, 4],
+    "num_ln_in_parallel_attn": [None, 1, 2],
+    "ffn_hidden_size": [20, None],
+    "activation": ["relu", "gelu"],
+    "layer_norm_epsilon": [1e-2],
+    "rope_theta": [500.0],
+    "tie_word_embeddings": [True, False],
+}
+BLOOM = {
+    "n_head": [2, 4],
+    "n_layer": [1, 2],
+    "layer_norm_epsilon": [1e-2],
+    "apply_residual_connection_post_layernorm": [True, False],
+    "hidden_dropout": [0.1],
+    "tie_word_embeddings": [True, False],
+    "slow_but_exact": [False, True],
+    "pretraining_tp": [1, 2],
+}
+PHI = {
+    **LLAMAS,
+    "partial_rotary_factor": [0.5, 1.0],
+    "resid_pdrop": [0.1],
+    "original_max_position_embeddings": [16],
+    "embd_pdrop": [0.1],
+}
+FIELDS = {
+    "mistral": LLAMAS, "qwen2": QWENS, "qwen3": QWENS, "gpt_neox": NEOX, "olmo2": LLAMAS,
+    "olmo3": PATTERNS | BY_LAYER, "gemma2": GEMMA | {"attn_logit_softcapping": [None, 2.0]},
+    "gemma3_text": GEMMA | BY_LAYER | {"rope_local_base_freq": [5e2]},
+    "phi3": PHI, "bloom": BLOOM, "falcon": FALCON,
+}  # fmt: skip
+NO_KV_HEADS = ("gpt_neox", "bloom", "falcon")
 OTHERS = ["mlp_bias", "is_causal", "logit_scale", "num_experts", "attention_sink"]
 
 
 def random_values(family: str, rng: random.Random) -> dict:
     """A config.json with up to five fields of its own."""
-    values = {"model_type": family, **COMMON}
-    if family != "gpt_neox":
+    values = {"model_type": family, **COMMON, "pad_token_id": None}
+    if family == "bloom":
+        values = {k: v for k, v in values.items() if not k.startswith(("max_", "inter"))}
+    if family == "falcon":
+        values["ffn_hidden_size"] = values.pop("intermediate_size")
+    if family == "gemma2":
+        values["attn_implementation"] = "eager"
+    if family not in NO_KV_HEADS:
         values["num_key_value_heads"] = 2
     for name in rng.sample(list(FIELDS[family]), rng.randint(1, 5)):
         values[name] = rng.choice(FIELDS[family][name])
@@ -86,7 +146,10 @@ def logits_of_transformers(path, values) -> torch.Tensor | None:
         config = transformers.AutoConfig.from_pretrained(path)
         hf = transformers.AutoModelForCausalLM.from_config(config).eval()
         for parameter in hf.parameters():
-            torch.nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.3)
+            mean = parameter.dim() == 1 and not values["model_type"].startswith(
+                "gemma"
+            )  # 1 + weight
+            torch.nn.init.normal_(parameter, mean=float(mean), std=0.3)
         with torch.no_grad():
             logits = hf(IDS).logits
     except Exception:  # of many kinds: its validation, torch, a division by zero
@@ -172,7 +235,10 @@ def check_windows(family, full_layers):
     assert [layer.attention.window for layer in again.layers.values()] == windows, full_layers
 
 
-@pytest.mark.parametrize("family", FIELDS)
+FLAT = ["mistral", "qwen2", "qwen3", "gpt_neox", "olmo2", "gemma2", "phi3"]  # one rope_parameters
+
+
+@pytest.mark.parametrize("family", FLAT)
 def test_every_field_of_rotary_positions_is_used_or_refused(family):
     rope = {"rope_type": "default", "rope_theta": 1e4}
     rope |= {"partial_rotary_factor": 0.5} if family == "gpt_neox" else {}
@@ -192,7 +258,7 @@ def test_every_field_of_rotary_positions_is_used_or_refused(family):
 
 
 def test_fields_of_other_models_are_refused_by_name():
-    for family, name in product(FIELDS, OTHERS):
+    for family, name in product(FLAT, OTHERS):
         values = {**COMMON, "model_type": family, name: 7}
         values |= {} if family == "gpt_neox" else {"num_key_value_heads": 2}
         with pytest.raises(UserError, match=f"{name} 7 is not supported"):

@@ -37,7 +37,7 @@ OTHER_NAMES = {"n_embed": "hidden_size", "num_hidden_layers": "n_layer"}
 OTHER_NAMES["num_attention_heads"] = "n_head"
 # Fields of the published files. They have no effect on the result.
 IGNORED = (
-    "slow_but_exact attention_softmax_in_fp32 bias_dropout_fusion masked_softmax_fusion n_inner "
+    "attention_softmax_in_fp32 bias_dropout_fusion masked_softmax_fusion n_inner "
     "offset_alibi skip_bias_add skip_bias_add_qkv"
 ).split()
 
@@ -48,6 +48,7 @@ def read_config(fields: ConfigReader, defaults: type) -> dict[str, Any]:
     for other, name in OTHER_NAMES.items():
         if other in fields.values:
             fields.values[name] = fields.values.pop(other)
+    fields.only("slow_but_exact", False)  # transformers then omits biases
     for name in IGNORED:
         fields.take(name)
     return {**fields.renamed(FIELDS, defaults), **fields.head()}

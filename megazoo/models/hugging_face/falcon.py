@@ -48,6 +48,11 @@ def read_config(fields: ConfigReader, defaults: type) -> dict[str, Any]:
     new = fields.take("new_decoder_architecture", False)
     kv_heads, one = fields.take("num_kv_heads", values["heads"]), fields.take("multi_query", True)
     values["kv_heads"] = kv_heads if new else 1 if one else values["heads"]
+    if not new and not one:
+        fields.values["num_kv_heads"] = kv_heads
+        fields.only("num_kv_heads", values["heads"])
+    if not new:
+        fields.only("num_ln_in_parallel_attn", 1)
     norms = fields.take("num_ln_in_parallel_attn", 2 if new else 1)
     values["separate_norms"] = new and norms == 2
     fields.only("parallel_attn", True)

@@ -68,7 +68,7 @@ def read_layer_pattern(
     """Return `window` and `full_every` of a config: every full_every-th layer attends to all
     tokens, the others have the window. Raises UserError for another order of layers.
 
-    window, full_every: the values if the file has none. With a null window, no layer has one.
+    window, full_every: the values if the file has none.
     """
     window = read_window(fields, window)
     every = fields.take("sliding_window_pattern", full_every)  # in older files
@@ -82,14 +82,17 @@ def read_layer_pattern(
             f"layer_types {brief(types)} is not supported: of the {layers} layers, it must "
             f"give {FULL} for every n-th one, with any n, and {WINDOW} for all others"
         )
+    if WINDOW in types and not window:
+        raise UserError(f"sliding_window null is not supported: layer_types has {WINDOW}")
     return {"window": window, "full_every": every}
 
 
 def write_layer_pattern(config: Any) -> dict[str, Any]:
     """Return the fields from which `read_layer_pattern` reads a config."""
+    every = config.full_every if config.window else 1
     return {
         "sliding_window": config.window or None,
-        "layer_types": pattern_types(config.full_every, config.layers),
+        "layer_types": pattern_types(every, config.layers),
     }
 
 
