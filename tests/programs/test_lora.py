@@ -236,6 +236,12 @@ def test_tools_know_a_checkpoint_of_adapters(files, tmp_path, capsys, monkeypatc
     code, out, _ = run_main(convert, monkeypatch, capsys, files / "lora", cut, "--tp", "2")
     assert (code, "adapters and optimizer state" in out) == (0, True)
     assert pretrain.prepare(["--load", str(cut), "--steps", "3"]).first_step == 2
+    for words, told in {
+        (base, "--to", "peft"): f"{base} holds a complete model",
+        (files / "lora", "--to", "peft", "--adapter", cut): "omit it with --to peft",
+    }.items():
+        code, _, error = run_main(convert, monkeypatch, capsys, *words, tmp_path / "x")
+        assert (code, told in error, error.count("\n")) == (2, True, 1), error
     for name, words in {"a": [files / "lora"], "b": [base, "--adapter", files / "lora"]}.items():
         assert run_main(merge_shards, monkeypatch, capsys, *words, tmp_path / name)[0] == 0
     merged = [(tmp_path / name / "model.safetensors").read_bytes() for name in "ab"]
