@@ -20,6 +20,7 @@ from megazoo.environment import is_rank_zero
 from megazoo.models.counts import parameter_count, whole_model
 from megazoo.models.registry import family_of
 from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.failure import propagate_errors
 from megazoo.parallel.sizes import product_of
 from megazoo.planning import Planner, note_on_mfu
 from megazoo.terminal import print_rank_0
@@ -91,7 +92,9 @@ def derived_line(run: Run) -> str:
 
 def introduce(run: Run, ctx: ParallelContext) -> None:
     """Print the model, its parallel layout and its precision."""
-    of_model, model = parameter_count(run.config), whole_model(run.config, None, adapters_of(run))
+    with propagate_errors(ctx):  # of a PEFT directory
+        adapters = adapters_of(run)
+    of_model, model = parameter_count(run.config), whole_model(run.config, None, adapters)
     total = sum(parameter.numel() for parameter in model.parameters())
     print_rank_0(
         f"{family_of(run.config)}, {_kind_of(run)}{parameters_of(total, total - of_model)}, "

@@ -153,7 +153,7 @@ def test_adapters_alone_begin_a_new_run(files):
 def test_a_pattern_says_what_is_trained_beside_adapters(tmp_path, capsys):
     words = [*RUN, *LORA, "--train-only", "lora|^norm", "--save", str(tmp_path), "--steps", "1"]
     pretrain.main(words)
-    told = "parameters: lora|^norm, of a model with adapters of rank 2 on q, v, o"
+    told = "of them: lora|^norm, of a model with adapters of rank 2 on q, v, o"
     assert told in capsys.readouterr().out
     assert "norm.weight" in SavedAdapters(tmp_path).specs
     pretrain.main(["--load", str(tmp_path), "--steps", "2", "--device", "cpu"])
@@ -167,6 +167,7 @@ def test_a_directory_of_pefts_is_loaded_by_megazoo_lora(files, monkeypatch):
         return megazoo.lora.add(model, rank=3)
 
     monkeypatch.setattr(megazoo.lora, "load", loaded, raising=False)
+    monkeypatch.setattr("megazoo.cli.summary.adapters_of", lambda _: LoRASettings(rank=3))
     arguments = [*RUN, "--load", str(files / "base"), "--lora-load", str(files / "peft")]
     run = pretrain.prepare(arguments)
     assert not run.resuming
