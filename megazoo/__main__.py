@@ -46,9 +46,10 @@ def _help(group: str = "") -> str:
             "",
             *lines,
             "",
-            "`megazoo COMMAND --help` lists the options of a command. pretrain, generate and",
-            "evaluate start the ranks of --tp, --pp and --cp on this machine. Several machines:",
-            "`torchrun --nnodes N --nproc-per-node M ... -m megazoo COMMAND ...`.",
+            "`megazoo COMMAND --help` lists the options of a command. pretrain, generate, chat and",
+            "evaluate start the ranks of --tp, --pp and --cp on this machine, pretrain also those",
+            "of --dp. Several machines: `torchrun --nnodes N --nproc-per-node M ... -m megazoo",
+            "COMMAND ...`.",
         ]
     )
 

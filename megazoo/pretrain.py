@@ -60,6 +60,8 @@ def main(arguments: list[str]) -> None:
         model, optimizer = build(run, ctx)
         data = open_data(run, model)
         if not run.finished:
+            if note := run.note_on_decay():
+                print_rank_0(note)
             with Recorder(run, model, optimizer) as recorder:
                 train(run, model, optimizer, data, recorder)
             print_rank_0(summary(run, recorder))

@@ -216,15 +216,13 @@ def note_on_trained(config, settings: Attachment | None, pattern: str | None) ->
     count = parameter_count(config, pattern, settings)
     if settings is None:
         return f"training {count:,} of them: {pattern}"
-    model = whole_model(config, attached=settings)
-    total = sum(parameter.numel() for parameter in model.parameters())
     assert isinstance(settings, LoRASettings)
     what = f"adapters of {describe(settings)}"
     if pattern:
         what = f"{pattern}, of a model with {what}"
     elif config.num_labels:
         what += ", and the head"
-    return f"training {count:,} of {total:,} parameters: {what}"
+    return f"training {count:,} of them: {what}"
 
 
 def describe(settings: LoRASettings) -> str:

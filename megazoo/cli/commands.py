@@ -47,7 +47,7 @@ COMMANDS = (
     _tool(
         "convert",
         "convert",
-        "Convert any model to shards or to a Hugging Face directory.",
+        "Convert any model to shards, a Hugging Face directory or a GGUF file.",
         script="convert_hf",
     ),
     _tool("inspect", "inspect_checkpoint", "Show what a checkpoint contains, and verify it."),

@@ -423,9 +423,10 @@ class ConversionOptions(ImportOption, VerifyOption):
 
     source: Source = None
     """Checkpoint saved in any parallel layout (the directory of a step, or its parent for the
-    latest step), or a Hugging Face directory."""
+    latest step), Hugging Face directory, org/name[@revision] on the Hugging Face hub, GGUF file, or
+    Megatron-LM checkpoint."""
     output: Positional[Annotated[Path | None, mandatory("OUTPUT")]] = None
-    """Directory to write."""
+    """Directory to write; with --to gguf, the file."""
     dtype: Annotated[DtypeName | None, AS_STORED] = None
     """Data type of the weights to write."""
     overwrite: bool = False

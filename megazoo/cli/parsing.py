@@ -114,6 +114,18 @@ def each_once(arguments: list[str]) -> list[str]:
 
     --no-X overrides --X, and the reverse.
     """
+    return [word for words in _by_flag(arguments).values() for word in words]
+
+
+def without(arguments: list[str], names: set[str]) -> list[str]:
+    """Drop the flags of some settings from a command line. names: with underscores."""
+    flags = _by_flag(arguments).items()
+    dropped = {flag_of(name) for name in names}
+    return [word for flag, words in flags if flag not in dropped for word in words]
+
+
+def _by_flag(arguments: list[str]) -> dict[str, list[str]]:
+    """Return the words of a command line by their flags, of each flag only the last."""
     flags: dict[str, list[str]] = {}
     name = ""
     for argument in arguments:
@@ -121,7 +133,7 @@ def each_once(arguments: list[str]) -> list[str]:
             name = flag_of(argument).replace("--no-", "--", 1)
             flags.pop(name, None)
         flags.setdefault(name, []).append(argument)
-    return [word for words in flags.values() for word in words]
+    return flags
 
 
 def required(options: ImportOption, *names: str) -> list:

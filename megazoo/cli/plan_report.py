@@ -90,6 +90,12 @@ def plan_of(planner: Planner, options: Options, dp: int, device: str) -> Plan:
     return planner.plan(layout, run)
 
 
+def parameters_of(parameters: int, of_adapters: int) -> str:
+    """Return the number of parameters of a model; `parameters` includes those of the adapters."""
+    model = f"{parameters - of_adapters:,} parameters"
+    return f"{model} + {of_adapters:,} of adapters" if of_adapters else model
+
+
 def plan_lines(plan: Plan) -> list[str]:
     """Return a plan as lines: a table with one row per group of equal ranks, and notes."""
     layout, batch = plan.layout, plan.batch
@@ -118,13 +124,13 @@ def plan_lines(plan: Plan) -> list[str]:
         rows.append([str(cell) for cell in row])
     if layout["cp"] == 1:
         rows = without(rows, "sent cp")
-    trained = ""
+    count, trained = parameters_of(plan.parameters, plan.adapter_parameters), ""
     if plan.trainable_parameters < plan.parameters:
         trained = f", {plan.trainable_parameters:,} of them trained"
     else:
         rows = without(rows, "trainable")
     return [
-        f"{plan.model}, {plan.parameters:,} parameters{trained}, on {sizes}",
+        f"{plan.model}, {count}{trained}, on {sizes}",
         f"  {plan.microbatches} micro-batch{'es' * (plan.microbatches > 1)} of "
         f"{batch['micro_batch_size']} x {batch['seq_length']} tokens per replica, "
         f"{batch['dtype']}, recompute {batch['recompute']}",

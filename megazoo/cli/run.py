@@ -144,6 +144,18 @@ class Run(Settings):
             steps=optimizer.lr_decay_steps,
         )
 
+    def note_on_decay(self) -> str | None:
+        """Return a line if the learning rate was decayed before the first step of a resumed run,
+        so that all steps have the final one; None otherwise."""
+        optimizer = self.options.optimizer
+        is_over = self.first_step >= optimizer.lr_decay_steps > 0
+        if not self.resuming or not is_over or optimizer.lr_schedule == "constant":
+            return None
+        return (
+            f"the learning rate stays at --min-lr {optimizer.min_lr:g}: --lr-decay-steps "
+            f"{self.options.training.steps} extends the decay"
+        )
+
     def is_last(self, step: int) -> bool:
         return step == self.options.training.steps
 

@@ -17,7 +17,7 @@ class SamplingOptions(InferenceOptions):
 
     max_new_tokens: int = 128
     """Maximum number of new tokens."""
-    temperature: Annotated[float | None, unset("FLOAT", "1")] = None
+    temperature: Annotated[float | None, unset("FLOAT", "greedy; 1 with --top-k or --top-p")] = None
     """Sampling temperature: below 1 favors likely tokens, above 1 favors unlikely ones. 0: greedy.
     """
     top_k: Annotated[int | None, unset("INT", "all")] = None

@@ -2,23 +2,32 @@
 end (the result and the next commands)."""
 
 import json
+from dataclasses import fields
 
 from megazoo.cli.adapters import flag_to_go_on
 from megazoo.cli.commands import command_line, torchrun_line
 from megazoo.cli.data import trains_conversations
 from megazoo.cli.defaults import FOLLOWING
-from megazoo.cli.parsing import each_once
-from megazoo.cli.plan_report import adapters_of, plan_lines, plan_of
+from megazoo.cli.flags import flag_of
+from megazoo.cli.options import LoRAOptions, ModelOptions
+from megazoo.cli.parsing import each_once, without
+from megazoo.cli.plan_report import adapters_of, parameters_of, plan_lines, plan_of
 from megazoo.cli.recorder import Recorder
 from megazoo.cli.run import Run
+from megazoo.cli.settings import KEPT
 from megazoo.data.labels import count_of
 from megazoo.environment import is_rank_zero
-from megazoo.models.counts import parameter_count
+from megazoo.models.counts import parameter_count, whole_model
 from megazoo.models.registry import family_of
 from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.failure import propagate_errors
 from megazoo.parallel.sizes import product_of
 from megazoo.planning import Planner, note_on_mfu
 from megazoo.terminal import print_rank_0
+
+# Settings that a checkpoint of adapters stores, or that only describe the start of its run.
+IN_CHECKPOINT = {f.name for group in (*KEPT, ModelOptions, LoRAOptions) for f in fields(group)}
+IN_CHECKPOINT = IN_CHECKPOINT - {"import_"} | {"load", "load_weights_only"}
 
 
 def show(run: Run, dp: int) -> None:
@@ -29,11 +38,12 @@ def show(run: Run, dp: int) -> None:
     print_rank_0(toml_of(run), end="")
     if not options.dry_run:
         return
-    print_rank_0(f"\n{defaults_line(run)}")
+    run.settle_dtype(device)
+    lines = [defaults_line(run)] if run.filled else []
+    print_rank_0("\n" + "\n".join([*lines, derived_line(run)]))
     if run.config.num_labels:
         print_rank_0("no plan: classifiers are not supported")
         return
-    run.settle_dtype(device)
     planner = Planner(run.config, attached=adapters_of(run))
     print_rank_0("\n".join([f"on {device}:", *plan_lines(plan_of(planner, options, dp, device))]))
 
@@ -60,13 +70,34 @@ def _toml(value: object) -> str:
 
 def defaults_line(run: Run) -> str:
     """Return a line with the flags whose defaults depend on the model."""
-    return f"defaults: {', '.join(run.filled)}" if run.filled else "defaults: none"
+    return f"defaults: {', '.join(run.filled)}"
+
+
+def derived_line(run: Run) -> str:
+    """Return a line with the settings that follow from others, as flags."""
+    training, optimizer = run.options.training, run.options.optimizer
+    values: dict[str, object] = {"steps": training.steps} if training.epochs else {}
+    values |= {"warmup-steps": optimizer.warmup_steps, "lr-decay-steps": optimizer.lr_decay_steps}
+    values |= {"min-lr": f"{optimizer.min_lr:g}", "dtype": training.dtype}
+    if optimizer.optimizer == "muon":
+        values["muon-lr"] = optimizer.muon_lr
+    if adapters := adapters_of(run):
+        values |= {"lora-rank": adapters.rank, "lora-alpha": f"{adapters.alpha:g}"}
+        values["lora-targets"] = ",".join(adapters.targets)
+    found = [f"--{name} {value}" for name, value in values.items() if value is not None]
+    unknown = [f"--{name}" for name, value in values.items() if value is None]
+    later = f"; from the size of the data: {', '.join(unknown)}" if unknown else ""
+    return f"derived: {', '.join(found)}{later}"
 
 
 def introduce(run: Run, ctx: ParallelContext) -> None:
     """Print the model, its parallel layout and its precision."""
+    with propagate_errors(ctx):  # of a PEFT directory
+        adapters = adapters_of(run)
+    of_model, model = parameter_count(run.config), whole_model(run.config, None, adapters)
+    total = sum(parameter.numel() for parameter in model.parameters())
     print_rank_0(
-        f"{family_of(run.config)}, {_kind_of(run)}{parameter_count(run.config):,} parameters, "
+        f"{family_of(run.config)}, {_kind_of(run)}{parameters_of(total, total - of_model)}, "
         f"on {ctx.world_size} x {ctx.device.type}: "
         f"{product_of(ctx.tp_size, ctx.pp_size, ctx.dp_size, ctx.cp_size)}"
         + (", cp-method ulysses" if ctx.cp_size > 1 and ctx.cp_method == "ulysses" else "")
@@ -123,14 +154,23 @@ def _command_to_go_on(run: Run, recorder: Recorder) -> str:
     length."""
     training, keep = run.options.training, run.options.checkpoint
     words = list(run.arguments)
-    if keep.load_weights_only:
-        words.append("--no-load-weights-only")
-    words += [flag_to_go_on(run.options), str(keep.save)]
+    if _is_named_by_checkpoint(run, recorder):
+        words = [*without(words, IN_CHECKPOINT), "--load", str(keep.save)]
+    else:
+        words += ["--no-load-weights-only"] * keep.load_weights_only
+        words += [flag_to_go_on(run.options), str(keep.save)]
     if not recorder.stopped_by:
         name, length = ("epochs", training.epochs) if training.epochs else ("steps", training.steps)
         words += [f"--{name}", str(2 * length)]
     words, ctx = each_once(words), recorder.model.ctx
     return command_line(words) if ctx.dp_size == 1 else torchrun_line(ctx.world_size, words)
+
+
+def _is_named_by_checkpoint(run: Run, recorder: Recorder) -> bool:
+    """Return whether the checkpoint of a run has adapters, names their base, and determines all of
+    IN_CHECKPOINT. A file of --config would override its settings."""
+    base = recorder.model.attached and recorder.model.weights_path
+    return bool(base and base.isprintable() and "--config" not in map(flag_of, run.arguments))
 
 
 def _command_to_use(run: Run, recorder: Recorder) -> str | None:

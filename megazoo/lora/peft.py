@@ -19,7 +19,12 @@ from torch import nn
 from megazoo.checkpoint.ownership import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from megazoo.checkpoint.source import TensorSource
 from megazoo.checkpoint.tensor_files import TensorFiles
-from megazoo.checkpoint.writing import LazyTensor, write_json, write_safetensors
+from megazoo.checkpoint.writing import (
+    BytesWritten,
+    LazyTensor,
+    write_json,
+    write_safetensors,
+)
 from megazoo.errors import UserError
 from megazoo.files import brief
 from megazoo.lora.matrices import AdapterSource, Matrix, adaptable_matrices, adapted, short_names
@@ -239,12 +244,14 @@ def write_adapters(
     settings: LoRASettings,
     directory: Path,
     base_model_name_or_path: str | None = None,
+    dtype: torch.dtype | None = None,
+    progress: BytesWritten = lambda _: None,
 ) -> None:
     """Write adapter_config.json and adapter_model.safetensors into an existing directory. Tensors
     are streamed.
 
     source: has the adapters of `whole` and a classifier's head, by their global names. settings:
-    those of the adapters.
+    those of the adapters. dtype: of the tensors; by default as stored.
     """
     matrices, tensors = adapted(adaptable_matrices(whole), settings), {}
 
@@ -252,12 +259,13 @@ def write_adapters(
         for factor, spec in matrix.specs(settings.rank_of(matrix.target)).items():
             name, runs = matrix.target.parameter(factor), runs_of(matrix, factor, spec)
             tensors[tensor_name(matrix.target, factor)] = lazy_rows(
-                source, name, spec, runs, source.dtype_of(name)
+                source, name, spec, runs, dtype or source.dtype_of(name), progress
             )
     if labels := labels_of(whole):
+        kind = dtype or source.dtype_of(CLASSIFIER_HEAD)
         head = ParameterSpec((labels, whole.config.hidden_size))
         tensors[f"{PREFIX}{CLASSIFIER_HEAD}"] = lazy_rows(
-            source, CLASSIFIER_HEAD, head, [Run(0, 0, labels)], source.dtype_of(CLASSIFIER_HEAD)
+            source, CLASSIFIER_HEAD, head, [Run(0, 0, labels)], kind, progress
         )
     in_order: dict[str, LazyTensor] = dict(sorted(tensors.items()))
     write_safetensors(directory / ADAPTER_WEIGHTS, in_order)

@@ -30,7 +30,7 @@ from megazoo.models.hugging_face.export import hugging_face_config, parse_size, 
 from megazoo.models.megatron.source import MegatronCheckpoint, is_megatron
 from megazoo.models.outputs import CLASSIFIER_HEAD
 from megazoo.models.registry import GIVE_A_DIRECTORY, presets
-from megazoo.models.source import ModelSource, SavedModel
+from megazoo.models.source import HoldsAdapters, ModelSource, SavedModel
 from megazoo.parallel.context import ParallelContext, current_context
 from megazoo.parallel.dtypes import dtype_named
 from megazoo.parallel.failure import propagate_errors
@@ -194,7 +194,11 @@ def open_directory(path: str | Path, *, verify: bool = True) -> ModelSource:
             "pass a checkpoint, or a directory that transformers' save_pretrained wrote"
             f"{random if is_preset else ''}"
         )
-    return open_source(path, verify=verify)
+    try:
+        return open_source(path, verify=verify)
+    except HoldsAdapters as error:
+        advice = f"load its base, then call megazoo.lora.load(model, {str(path)!r})"
+        raise HoldsAdapters(error.path, advice) from None
 
 
 def one_of(function: str, directory: Any, name: str, named: Any) -> Any:

@@ -140,12 +140,13 @@ class SavedSource(ModelSource, Checkpoint):
 class HoldsAdapters(UserError):
     """A complete model is needed, but the checkpoint holds only adapters."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, advice: str = ""):
         self.path = path
-        super().__init__(
-            f"{path} holds only adapters: pass its base as the model, and this checkpoint as "
-            "--adapter (in Python: megazoo.lora.load)"
+        advice = advice or (
+            "pass its base as the model, and this checkpoint as --adapter "
+            "(in Python: megazoo.lora.load)"
         )
+        super().__init__(f"{path} holds only adapters: {advice}")
 
 
 class SavedModel(SavedSource):

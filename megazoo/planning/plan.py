@@ -9,6 +9,7 @@ tensors is not counted: the CUDA context, communication buffers and fragmentatio
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from megazoo.engine.pipeline import MAX_OPEN_EXCHANGES
 from megazoo.errors import UserError
 from megazoo.models.attachment import Attachment
 from megazoo.models.base import Model
-from megazoo.models.counts import flops_per_token
+from megazoo.models.counts import flops_per_token, parameter_count
 from megazoo.models.registry import FAMILIES, family_of
 from megazoo.models.rules import check_batch, check_layout, check_offload, check_sequence
 from megazoo.parallel.actions import Action, in_flight
@@ -87,16 +88,17 @@ class Plan:
     """The requirements of a run.
 
     parameters: of the whole model with its adapters; copies are counted once. trainable_parameters:
-    the part that is not frozen. microbatches: per replica and step. bubble: idle time divided by
-    working time, over all ranks, if all stages take equal time. bubble_of_stages: the same if the
-    time of each action is proportional to its FLOPs. step_flops: the FLOPs that a rank could do in
-    the time of such a step. model_flops_per_token: of forward and backward, without recomputation,
-    as MFU counts them.
+    the part that is not frozen. adapter_parameters: the part of the adapters. microbatches: per
+    replica and step. bubble: idle time divided by working time, over all ranks, if all stages take
+    equal time. bubble_of_stages: the same if the time of each action is proportional to its FLOPs.
+    step_flops: the FLOPs that a rank could do in the time of such a step. model_flops_per_token: of
+    forward and backward, without recomputation, as MFU counts them.
     """
 
     model: str
     parameters: int
     trainable_parameters: int
+    adapter_parameters: int
     layout: dict
     batch: dict
     microbatches: int
@@ -125,6 +127,11 @@ class Planner(Builder):
         self._costs: dict[tuple, dict[str, Cost]] = {}  # by kind of stage
         self._few_layers: dict[tuple, dict[str, Cost]] = {}  # the same, with only a few layers
         self._static: dict[tuple, Static] = {}  # by kind of rank
+
+    @cached_property
+    def of_model(self) -> int:
+        """The number of parameters of the model without adapters."""
+        return parameter_count(self.config)
 
     def check(self, layout: ParallelContext, run: PlannedRun) -> None:
         """Raise UserError if the training program does not support the run."""
@@ -177,6 +184,7 @@ class Planner(Builder):
             model=family_of(self.config),
             parameters=parameters,
             trainable_parameters=trainable,
+            adapter_parameters=parameters - self.of_model if self.attached else 0,
             layout=_described(layout, run),
             batch={name: getattr(run, name) for name in BATCH},
             microbatches=run.microbatches(layout.dp_size),

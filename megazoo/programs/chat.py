@@ -6,7 +6,7 @@ $ megazoo chat runs/a --tp 2 --system "Be brief." --temperature 0.7
 Each input line is one message. Answers are printed token by token. The chat template of the model
 formats the conversation. /reset starts a new conversation; /exit or the end of input ends the
 program. Ctrl-C stops the current answer, or the program if there is none. Only answers go to
-stdout.
+stdout. Decoding is greedy by default; with --temperature, --top-k or --top-p, tokens are sampled.
 """
 
 import signal

@@ -1,10 +1,11 @@
 """Convert a model from any format to shards for tensor and pipeline parallelism, to a Hugging Face
-directory, or to a GGUF file, one tensor at a time.
+directory, to the files of PEFT, or to a GGUF file, one tensor at a time.
 
 $ megazoo convert path/to/llama shards --tp 2 --pp 4 --dtype bfloat16
 $ megazoo convert EleutherAI/pythia-160m shards
 $ megazoo convert runs/a resharded --tp 4
 $ megazoo convert runs/a merged --to hf
+$ megazoo convert runs/lora adapter --to peft
 $ megazoo convert path/to/llama merged --to hf --adapter adapter
 $ megazoo convert model.gguf path/to/llama --to hf
 $ megazoo convert path/to/llama model.gguf --to gguf --quantize q8_0
@@ -15,7 +16,8 @@ checkpoint (shards include its optimizer state), a Megatron-LM checkpoint (torch
 without its optimizer state), or a GGUF file (quantized weights become fp32). Checkpoints also load
 in other parallel layouts, but shards that match the layout load faster. --adapter merges a LoRA
 adapter into the weights, in fp32, rounded once. With --to hf and --to gguf, a checkpoint of
-adapters is merged into the base that it names.
+adapters is merged into the base that it names. --to peft writes the adapters of such a checkpoint
+without their base.
 """
 
 from dataclasses import dataclass
@@ -29,6 +31,7 @@ from megazoo.cli.options import ConversionOptions
 from megazoo.cli.parsing import required
 from megazoo.errors import UserError
 from megazoo.hub import name_of
+from megazoo.lora.export import write_peft
 from megazoo.lora.merged import MergedSource
 from megazoo.lora.source import SavedAdapters, open_beside, open_model_or_adapters
 from megazoo.models.gguf.export import write_gguf
@@ -43,9 +46,10 @@ from megazoo.terminal import byte_bar, note_rank_0
 class Options(ConversionOptions):
     """Conversion."""
 
-    to: Literal["shards", "hf", "gguf"] = "shards"
+    to: Literal["shards", "hf", "peft", "gguf"] = "shards"
     """Output format. shards: a megazoo checkpoint with one file per (tp, pp) rank. hf: a Hugging
-    Face directory. gguf: a GGUF file for llama.cpp."""
+    Face directory. peft: the adapters of a LoRA checkpoint in the format of PEFT. gguf: a GGUF file
+    for llama.cpp."""
     tp: Annotated[int | None, unset("INT", "1")] = None
     """Tensor-parallel size of the shards. They also load in any other layout."""
     pp: Annotated[int | None, unset("INT", "1")] = None
@@ -75,7 +79,7 @@ def main(arguments: list[str]) -> None:
         if options.to != "gguf":
             check_replaceable(output, options.overwrite, adapters.path)
         source = MergedSource(source, adapters, config)
-    write = {"shards": to_shards, "hf": to_hf, "gguf": to_gguf}[options.to]
+    write = {"shards": to_shards, "hf": to_hf, "peft": to_peft, "gguf": to_gguf}[options.to]
     print(write(source, output, options))
 
 
@@ -86,6 +90,11 @@ def check_target(options: Options) -> None:
         if getattr(options, name) is not None and target != options.to:
             flag = name.replace("_", "-")
             raise UserError(f"--{flag} belongs to --to {target}: omit it with --to {options.to}")
+    if options.adapter and options.to == "peft":
+        raise UserError(
+            "--adapter merges an adapter into a model: omit it with --to peft, and pass the "
+            "checkpoint of a LoRA run as SOURCE"
+        )
     if options.quantize and options.dtype:
         raise UserError("--quantize and --dtype both set the format of matrices: use only one")
 
@@ -100,7 +109,7 @@ def open_from(path: Path, options: Options) -> ModelSource:
             raise UserError(
                 f"--{flag} is for Megatron-LM checkpoints, which {path} is not: omit it"
             )
-    if options.to == "shards" and not options.adapter:
+    if options.to == "peft" or (options.to == "shards" and not options.adapter):
         return open_model_or_adapters(path, verify=options.verify)
     source, options.adapter, note = open_with_base(path, options.adapter, options.verify)
     if note:
@@ -134,6 +143,22 @@ def to_hf(source: ModelSource, output: Path, options: Options) -> str:
         theirs = "SequenceClassification" if source.config.num_labels else "CausalLM"
         loads = f": transformers' AutoModelFor{theirs}.from_pretrained({str(output)!r}) loads it"
     return f"wrote {output}{loads}"
+
+
+def to_peft(source: ModelSource, output: Path, options: Options) -> str:
+    """Write the adapters of a checkpoint in the format of PEFT; return the line to print."""
+    if not isinstance(source, SavedAdapters):
+        raise UserError(
+            f"--to peft needs the checkpoint of a LoRA run: {source.path} holds a complete model"
+        )
+    common = {"dtype": options.torch_dtype, "overwrite": options.overwrite}
+    with byte_bar(source.weight_bytes(options.torch_dtype), "convert") as bar:
+        write_peft(source, output, **common, progress=bar.update)
+    base = source.base_path or "a model with random weights"
+    return (
+        f"wrote {output}: PEFT's PeftModel.from_pretrained(model, {str(output)!r}) loads it; its "
+        f"base is {base}"
+    )
 
 
 def to_gguf(source: ModelSource, output: Path, options: Options) -> str:

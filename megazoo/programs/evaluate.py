@@ -303,7 +303,13 @@ def read_texts(file: Path, key: str, alone: bool = False) -> list[bytes]:
     texts = []
     for number, value in _json_lines(file, alone):
         if not isinstance(value.get(key), str):
-            raise UserError(f"{file}, line {number} has no text with the key {key!r}")
+            problem = f"{file}, line {number} has no text with the key {key!r}"
+            if "messages" in value:
+                problem += (
+                    ": it is a conversation. For the loss on its answers, train with it as "
+                    "validation data (--split, --eval-steps); --choices scores given answers"
+                )
+            raise UserError(problem)
         texts.append(value[key].encode(errors="surrogatepass"))
     return texts
 

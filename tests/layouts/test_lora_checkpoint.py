@@ -400,7 +400,7 @@ def test_kinds_of_checkpoints_are_told_apart(saved, tmp_path):
     assert "adapters" not in Checkpoint(whole).manifest
     with pytest.raises(HoldsAdapters, match="pass its base as the model, and this"):
         SavedModel(saved)
-    with pytest.raises(HoldsAdapters):
+    with pytest.raises(HoldsAdapters, match=r"load its base, then call megazoo\.lora\.load"):
         megazoo.from_pretrained(saved)
     with pytest.raises(UserError, match="has no adapters: it holds a complete model"):
         SavedAdapters(whole)

@@ -1,14 +1,18 @@
 """Adapters through all doors at once: trained by the program, also of a classifier, then loaded,
 run, merged and handed to PEFT and transformers from the run's own checkpoint."""
 
+import json
+import shutil
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import megazoo
 from megazoo import pretrain
+from megazoo.checkpoint.ownership import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from megazoo.lora.source import SavedAdapters
-from megazoo.programs import evaluate, generate
+from megazoo.programs import convert, evaluate, generate
 from tests.support.classifiers import (
     LENGTH,
     PROGRAM,
@@ -34,6 +38,19 @@ def bases(tmp_path_factory):
 
 def train(directory, *words):
     pretrain.main([*PROGRAM, *LORA, "--load", str(directory), *map(str, words)])
+
+
+def assert_converts_alike(run, directory, monkeypatch, capsys):
+    """`convert --to peft` writes what megazoo.lora.save wrote, and the directory of the base."""
+    words = [run, directory / "converted", "--to", "peft"]
+    code, out, err = run_main(convert, monkeypatch, capsys, *words)
+    assert (code, "PeftModel.from_pretrained" in out) == (0, True), err
+    saved, converted = (directory / name for name in ("adapter", "converted"))
+    assert sorted(path.name for path in converted.iterdir()) == [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
+    assert (converted / ADAPTER_WEIGHTS).read_bytes() == (saved / ADAPTER_WEIGHTS).read_bytes()
+    base = {"base_model_name_or_path": str(SavedAdapters(run).base_path)}
+    configs = [json.loads((path / ADAPTER_CONFIG).read_text()) for path in (saved, converted)]
+    assert configs[0] | base == configs[1]
 
 
 # fast: of each family one of the two
@@ -71,6 +88,7 @@ def test_a_classifier_with_adapters(bases, tmp_path, monkeypatch, capsys, family
     model = megazoo.from_pretrained(base, num_labels=2, pad_token_id=pad, seed=99)
     megazoo.lora.load(model, run)
     megazoo.lora.save(model, tmp_path / "adapter")
+    assert_converts_alike(run, tmp_path, monkeypatch, capsys)
     hf = AutoModelForSequenceClassification.from_pretrained(base, num_labels=2, pad_token_id=pad)
     with torch.no_grad():
         assert (
@@ -91,11 +109,16 @@ def test_a_language_model_with_adapters(bases, tmp_path, monkeypatch, capsys, fa
     train(base, "--save", run, "--steps", 3)
     model = megazoo.lora.load(megazoo.from_pretrained(base), run)
     megazoo.lora.save(model, tmp_path / "adapter")
+    shutil.move(base, gone := tmp_path / "gone")  # the base is not read
+    assert_converts_alike(run, tmp_path, monkeypatch, capsys)
+    shutil.move(gone, base)
     hf = AutoModelForCausalLM.from_pretrained(base).eval()
     with torch.no_grad():
         expected = in_peft(hf, tmp_path / "adapter")(IDS).logits
         assert (hf(IDS).logits - expected).abs().max() > 1e-3  # the adapters do something
         assert (model.eval()(IDS).logits - expected).abs().max() < 1e-5
+        converted = in_peft(hf, tmp_path / "converted")(IDS).logits
+    assert torch.equal(converted, expected)
     merged = ["--adapter", run]
     code, _, err = run_main(merge_shards, monkeypatch, capsys, base, tmp_path / "hf", *merged)
     assert code == 0, err
@@ -138,8 +161,8 @@ def test_adapters_of_another_base_are_not_merged_nor_run(bases, tmp_path, monkey
     assert not (tmp_path / "hf").exists()
 
 
-def test_what_was_trained_beside_adapters_is_trained_again(bases, tmp_path):
-    """So that megazoo.lora.save, which would lose it, refuses."""
+def test_what_was_trained_beside_adapters_is_trained_again(bases, tmp_path, monkeypatch, capsys):
+    """So that megazoo.lora.save and `convert --to peft`, which would lose it, refuse."""
     run = tmp_path / "run"
     train(bases / "llama", "--save", run, "--steps", 1, "--train-only", "lora|^norm")
     model = megazoo.lora.load(megazoo.from_pretrained(bases / "llama"), run)
@@ -148,6 +171,9 @@ def test_what_was_trained_beside_adapters_is_trained_again(bases, tmp_path):
     assert "norm.weight" in trained
     with pytest.raises(megazoo.UserError, match="norm"):
         megazoo.lora.save(model, tmp_path / "adapter")
+    code, _, err = run_main(convert, monkeypatch, capsys, run, tmp_path / "adapter", "--to", "peft")
+    assert (code, "norm.weight, trained in addition" in err, err.count("\n")) == (2, True, 1), err
+    assert not (tmp_path / "adapter").exists()
 
 
 def test_a_model_of_another_base_stays_as_it_was(bases, tmp_path):

@@ -167,6 +167,7 @@ def test_evaluate_tells_mistakes_in_one_line(directories, tmp_path, monkeypatch,
         "b.jsonl": '{"other": "a"}\n',
         "c.jsonl": '{"context": "a"}\n',
         "d.jsonl": "",
+        "e.jsonl": '{"messages": [{"role": "user", "content": "a"}]}\n',
     }
     for name, text in files.items():
         (tmp_path / name).write_text(text)
@@ -174,6 +175,7 @@ def test_evaluate_tells_mistakes_in_one_line(directories, tmp_path, monkeypatch,
         (): "use exactly one of --text, --choices, --labels and --tasks",
         ("--text", tmp_path / "a.jsonl"): "a.jsonl, line 2 is not JSON",
         ("--text", tmp_path / "b.jsonl"): "b.jsonl, line 1 has no text with the key 'text'",
+        ("--text", tmp_path / "e.jsonl"): "'text': it is a conversation. For the loss on its",
         ("--choices", tmp_path / "c.jsonl"): 'c.jsonl, line 1 is not {"context"',
         ("--choices", tmp_path / "d.jsonl"): "d.jsonl has no lines",
         ("--text", tmp_path / "none"): "none can't be read: No such file",

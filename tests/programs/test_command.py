@@ -71,6 +71,14 @@ def test_a_command_says_its_own_name(monkeypatch, capsys):
     assert (code, out.splitlines()[0]) == (0, "usage: megazoo plot schedule [-h] [OPTIONS]")
 
 
+@pytest.mark.parametrize("name", ["chat", "generate"])
+def test_the_help_says_when_tokens_are_sampled(name, monkeypatch, capsys):
+    code, out, _ = called(monkeypatch, capsys, name, "--help")
+    words = " ".join(out.replace("│", " ").split())
+    assert (code, "(default: greedy; 1 with --top-k or --top-p)" in words) == (0, True)
+    assert "with --temperature, --top-k or --top-p, tokens are sampled" in words
+
+
 def test_every_script_runs_a_command():
     scripts = {file.name for file in (ROOT / "tools").glob("*.py")} - {"benchmark.py"}
     for script in sorted({*scripts, "pretrain_gpt.py"}):

@@ -62,9 +62,12 @@ def test_a_run_says_what_it_trains_and_goes_on_in_another_layout(ranks, files, t
     base = Checkpoint(files / "base").path
     # of each of 3 layers: A of q, v, o [2, 32]; B of q and o [32, 2], of v [2 heads x 8, 2]
     count = 3 * (3 * 2 * 32 + 2 * 32 * 2 + 16 * 2)
-    whole = count + sum(p.numel() for p in megazoo.from_pretrained(base).parameters())
+    whole = sum(p.numel() for p in megazoo.from_pretrained(base).parameters())
     assert f"base: {base}, from the checkpoint" in out
-    assert f"training {count:,} of {whole:,} parameters: adapters of rank 2 on q, v, o" in out
+    assert any(
+        line.startswith(f"llama, {whole:,} parameters + {count:,} of adapters, on") for line in out
+    )
+    assert f"training {count:,} of them: adapters of rank 2 on q, v, o" in out
     (line,) = [line for line in out if line.startswith("  generate")]
     assert f"tools/generate.py {saved} --prompt" in line
     assert [path.name for path in saved.glob("step_*")] == ["step_00000005"]
@@ -88,6 +91,29 @@ def test_a_base_from_the_seed_needs_no_directory(tmp_path, capsys):
     drawn = r"its checksum is \w+ \(drawn from --seed\), that of the model's weights is \w+$"
     with pytest.raises(megazoo.UserError, match=drawn):
         pretrain.main([*"--steps 4 --device cpu --seed 8 --load".split(), str(tmp_path)])
+
+
+def test_the_line_that_goes_on_is_short_and_right(files, tmp_path, capsys):
+    """The checkpoint holds all other settings. The schedule of the run is over, which is told."""
+    new = [*RUN, *LORA, "--load", str(files / "base"), "--seed", "7", "--lr", "3e-3"]
+    pretrain.main([*new, "--steps", "2", "--save", str(tmp_path / "run")])
+    out = capsys.readouterr().out
+    assert "stays at" not in out
+    (line,) = re.findall(r"^  resume +(.*)$", out, re.MULTILINE)
+    short, run = shlex.split(line)[2:], str(tmp_path / "run")
+    flags = {word for word in short if word.startswith("--")}
+    assert flags == {"--device", "--log-interval", "--save", "--load", "--steps"}
+    assert short[-4:] == ["--load", run, "--steps", "4"]
+    long = [*new, "--lora-load", run, "--steps", "4"]
+    pretrain.main([*long, "--metrics", str(tmp_path / "long")])
+    pretrain.main([*short, "--metrics", str(tmp_path / "short")])
+    note = "the learning rate stays at --min-lr 0.0003: --lr-decay-steps 4 extends the decay\n"
+    assert capsys.readouterr().out.count(note) == 2
+    assert losses(tmp_path / "short") == losses(tmp_path / "long")
+    rates = [record["lr"] for record in records(tmp_path / "short") if "lr" in record]
+    assert rates == pytest.approx([3e-4, 3e-4])
+    pretrain.main([*short, "--steps", "5", "--lr-decay-steps", "5"])
+    assert "stays at" not in capsys.readouterr().out
 
 
 def test_rank_0_is_no_adapters():
@@ -127,7 +153,7 @@ def test_adapters_alone_begin_a_new_run(files):
 def test_a_pattern_says_what_is_trained_beside_adapters(tmp_path, capsys):
     words = [*RUN, *LORA, "--train-only", "lora|^norm", "--save", str(tmp_path), "--steps", "1"]
     pretrain.main(words)
-    told = "parameters: lora|^norm, of a model with adapters of rank 2 on q, v, o"
+    told = "of them: lora|^norm, of a model with adapters of rank 2 on q, v, o"
     assert told in capsys.readouterr().out
     assert "norm.weight" in SavedAdapters(tmp_path).specs
     pretrain.main(["--load", str(tmp_path), "--steps", "2", "--device", "cpu"])
@@ -141,6 +167,7 @@ def test_a_directory_of_pefts_is_loaded_by_megazoo_lora(files, monkeypatch):
         return megazoo.lora.add(model, rank=3)
 
     monkeypatch.setattr(megazoo.lora, "load", loaded, raising=False)
+    monkeypatch.setattr("megazoo.cli.summary.adapters_of", lambda _: LoRASettings(rank=3))
     arguments = [*RUN, "--load", str(files / "base"), "--lora-load", str(files / "peft")]
     run = pretrain.prepare(arguments)
     assert not run.resuming
@@ -236,6 +263,12 @@ def test_tools_know_a_checkpoint_of_adapters(files, tmp_path, capsys, monkeypatc
     code, out, _ = run_main(convert, monkeypatch, capsys, files / "lora", cut, "--tp", "2")
     assert (code, "adapters and optimizer state" in out) == (0, True)
     assert pretrain.prepare(["--load", str(cut), "--steps", "3"]).first_step == 2
+    for words, told in {
+        (base, "--to", "peft"): f"{base} holds a complete model",
+        (files / "lora", "--to", "peft", "--adapter", cut): "omit it with --to peft",
+    }.items():
+        code, _, error = run_main(convert, monkeypatch, capsys, *words, tmp_path / "x")
+        assert (code, told in error, error.count("\n")) == (2, True, 1), error
     for name, words in {"a": [files / "lora"], "b": [base, "--adapter", files / "lora"]}.items():
         assert run_main(merge_shards, monkeypatch, capsys, *words, tmp_path / name)[0] == 0
     merged = [(tmp_path / name / "model.safetensors").read_bytes() for name in "ab"]

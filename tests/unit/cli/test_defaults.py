@@ -189,6 +189,21 @@ def test_a_plan_knows_the_adapters_of_a_peft_directory(weights, monkeypatch, cap
     assert "of them trained" in found[0]
 
 
+def test_a_dry_run_prints_what_follows_from_other_settings(weights, monkeypatch, capsys, tmp_path):
+    (tmp_path / "a.txt").write_text("a text\n" * 9)
+    words = ["--load", weights, "--data", tmp_path / "a.txt", "--lora-rank", 4, "--device", "cpu"]
+    words += "--global-batch-size 2 --micro-batch-size 1 --seq-length 8 --lr 1e-3 --dry-run".split()
+    derived = "--min-lr 0.0001 --dtype float32 --lora-rank 4 --lora-alpha 16 --lora-targets q,v"
+    derived = derived.replace(" --", ", --")
+    _, out, _ = run_main(pretrain, monkeypatch, capsys, *words, "--steps", 100)
+    assert "defaults: " not in out
+    assert f"\nderived: --warmup-steps 3, --lr-decay-steps 100, {derived}\n" in out
+    _, out, _ = run_main(pretrain, monkeypatch, capsys, *words)
+    later = "from the size of the data: --steps, --warmup-steps, --lr-decay-steps"
+    assert "\ndefaults: --epochs 1\n" in out
+    assert f"\nderived: {derived}; {later}\n" in out
+
+
 def test_a_dry_run_of_a_classifier_says_that_it_has_no_plan(monkeypatch, capsys, tmp_path):
     (tmp_path / "c.jsonl").write_text('{"text": "a", "label": 1}\n')
     words = ("--num-labels", 2, "--data", tmp_path / "c.jsonl", "--dry-run")

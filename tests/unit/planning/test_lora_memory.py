@@ -328,7 +328,7 @@ def test_the_tool_tells_it_in_its_table_and_as_json(tmp_path, capsys):
     first, *lines = capsys.readouterr().out.splitlines()
     told = json.loads(file.read_text())
     count = parameter_count(find_config("llama-tiny"), attached=LoRASettings(rank=4))
-    assert f"parameters, {count:,} of them trained, on" in first
+    assert f"parameters + {count:,} of adapters, {count:,} of them trained, on" in first
     assert told["trainable_parameters"] == count
     names, *rows = [re.split(" {2,}", line.strip()) for line in lines[3:-1]]
     column = names.index("trainable")
