@@ -198,7 +198,7 @@ def test_text_that_is_no_manifest_is_refused(tmp_path):
         ("[" * 100_000, "is not a manifest: RecursionError"),
         ('{"format": ' + "9" * 5000 + "}", "is not a manifest: ValueError: Exceeds the limit"),
         ('{"format": 1, "format": 1}', "is not a manifest: ValueError: the key 'format' occu"),
-        ('{"format": NaN}', "has format nan; this megazoo reads 1"),
+        ('{"format": NaN}', "has format nan, and this megazoo reads formats 1"),
         ("[]", "is not a manifest: TypeError"),
         ("\xff", "is not a manifest"),
     ):
