@@ -40,13 +40,15 @@ def read_manifest(file: Path) -> dict:
     """Read a manifest and verify its checksum; UserError names the file."""
     try:
         if file.stat().st_size > LARGEST_MANIFEST:
-            raise ValueError(f"it has more than {LARGEST_MANIFEST:,} bytes")
+            raise UserError(
+                f"{file} is not a manifest: it has more than {LARGEST_MANIFEST:,} bytes"
+            )
         manifest = json.loads(file.read_bytes().decode(), object_pairs_hook=_without_repeats)
         version = manifest["format"]
         if version not in (FORMAT_VERSION, FOLDED_VERSION):
             raise UserError(
-                f"{file.parent} has format {brief(version)}; this megazoo reads {FORMAT_VERSION} "
-                f"and {FOLDED_VERSION}: upgrade megazoo"
+                f"the checkpoint {file.parent} has format {brief(version)}, and this megazoo reads "
+                f"formats {FORMAT_VERSION} and {FOLDED_VERSION}: a newer megazoo may read it"
             )
         if manifest["crc32"] != manifest_checksum(manifest):
             raise UserError(f"{file} is corrupt: its checksum does not match its contents")
@@ -173,7 +175,7 @@ class Checkpoint(TensorSource):
         stored = self._stored(name)
         stored_spec = spec_from_manifest(stored)
         self.check_shape(name, spec)
-        missing = sum(volume(wanted.box) for wanted in pieces)
+        missing = wanted_elements = sum(volume(wanted.box) for wanted in pieces)
         ranks = {**self.layout.get("folded", {}), "tp": self.layout["tp"]}
         for place in writing_places({cut.axis: ranks[cut.axis] for cut in stored_spec.shards}):
             file = file_of_rank(stored["file"], place)
@@ -186,8 +188,10 @@ class Checkpoint(TensorSource):
                         yield file, shape, box, wanted.index(shared)
                         missing -= volume(shared)
         if missing:
+            stored_how = "not stored" if missing > 0 else "stored more than once"
             raise UserError(
-                f"{self.path}: some elements of {name} are missing, or are stored more than once",
+                f"{self.path}: {abs(missing)} of {wanted_elements} elements of {name} are "
+                f"{stored_how}: use another checkpoint",
                 exit_code=1,
             )
 
@@ -196,7 +200,8 @@ class Checkpoint(TensorSource):
         shape = self._stored(name)["shape"]
         if tuple(shape) != spec.shape:
             raise UserError(
-                f"{self.path}: {name} has shape {shape}, the model's is {list(spec.shape)}"
+                f"{self.path}: {name} has shape {shape}, but in the model it has shape "
+                f"{list(spec.shape)}: use the settings of the checkpoint"
             )
 
     def file_sizes(self) -> dict[str, int]:

@@ -265,7 +265,10 @@ def _bytes_of_files(name: str, pattern: str, writers: dict[str, int], files: dic
     axis. The loop ends at the first missing file, so it is never longer than the list of files."""
     for axis, size in writers.items():
         if size > 1 and f"{{{axis}}}" not in pattern:
-            raise UserError(f"{name} has one file, {pattern}, for {size} {axis} ranks")
+            raise UserError(
+                f"{name} is sharded over {size} {axis} ranks, but its file name {pattern} is the "
+                f"same for all of them: it must contain {{{axis}}}"
+            )
     total = 0
     for place in writing_places(writers):
         file = file_of_rank(pattern, place)
@@ -282,9 +285,13 @@ def _elements_held(name: str, tensor: TensorInfo, ranks: dict[str, int]) -> int:
     one to two owners. For all others `Shard.cuts` gives each element exactly one owner.
     """
     shape, cuts = list(tensor.shape), tensor.cuts
-    for what in ("dim", "axis"):
-        if len({getattr(cut, what) for cut in cuts}) < len(cuts):
-            raise UserError(f"{name} is sharded twice by one {what}")
+    for what, place in (("dim", "dimension"), ("axis", "the axis")):
+        values = [getattr(cut, what) for cut in cuts]
+        if repeated := [value for value in values if values.count(value) > 1]:
+            raise UserError(
+                f"{name} has {len(repeated)} shards along {place} {repeated[0]}, but one is "
+                "allowed: the manifest is damaged"
+            )
     for cut in cuts:
         if cut.axis not in ranks:
             raise UserError(f"{name} is sharded over {cut.axis}, which the layout does not have")

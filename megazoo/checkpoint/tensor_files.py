@@ -73,7 +73,7 @@ class TensorFiles:
         if stored != shape:
             raise UserError(
                 f"{self.directory / file}: {name} has shape {list(stored)}, "
-                f"the model's is {list(shape)}",
+                f"but in the model it has shape {list(shape)}",
                 exit_code=1,
             )
 

@@ -69,7 +69,9 @@ class IndexedTokens:
         needed = int(self.offsets[-1]) + int(self.lengths[-1]) * item if sequences else 0
         if needed > size or size % item:
             raise UserError(
-                f"{tokens} has {size} bytes, but {index} needs {needed}, in tokens of {item}"
+                f"{tokens} has {size} bytes: it must have at least the {needed} bytes that {index} "
+                f"describes, and a multiple of {item} bytes (one token). Create both files again "
+                "with megazoo preprocess"
             )
         self.tokens = _mapped(tokens, self.dtype)
         if not boundaries or self.documents[[0, -1]].tolist() != [0, sequences]:
@@ -191,8 +193,9 @@ class Stream:
 
     def _refuse(self, first: int, last: int) -> NoReturn:
         raise UserError(
-            f"{self.source.index}: sequences {first} to {last - 1} are not contiguous in "
-            "the .bin file",
+            f"{self.source.index}: sequences {first} to {last - 1} do not follow one another in "
+            "the .bin file, which megazoo requires: create both files again with "
+            "megazoo preprocess",
             exit_code=1,
         )
 

@@ -79,7 +79,9 @@ def input_files(paths: list[Path]) -> tuple[str, ...]:
             )
         if not found or not regular_file(found[0]).is_file():
             raise UserError(
-                f"{path}: no such file" if not path.is_dir() else f"{path} has no files"
+                f"{path}: no such file"
+                if not path.is_dir()
+                else f"{path} has no text files (token files are skipped)"
             )
         files += [str(p) for p in found]
     return tuple(files)

@@ -300,7 +300,7 @@ class ParallelContext(ShortNames):
             raise UserError(f"rank {rank} is not in a world of {world}")
         if cp_method not in CP_METHODS:
             known = " or ".join(CP_METHODS)
-            raise UserError(f"unknown cp-method {cp_method!r}: use one of {known}")
+            raise UserError(f"unknown cp-method {cp_method!r}: use {known}")
         check_folded(folded or {}, dp, cp, (*AXES, "token_axis"))
         if virtual > 1 and pp == 1:
             raise UserError(f"virtual-pp {virtual} needs a pipeline: use pp 2 or more")

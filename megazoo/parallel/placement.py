@@ -22,8 +22,8 @@ class Placement:
 
     def __post_init__(self):
         if self.name not in PLACEMENTS:
-            known = " and ".join(PLACEMENTS)
-            raise UserError(f"unknown placement {self.name!r}: use one of {known}")
+            known = " or ".join(PLACEMENTS)
+            raise UserError(f"unknown placement {self.name!r}: use {known}")
         if self.name == "v" and self.virtual != 2:
             raise UserError(
                 f"placement v has two stages per rank, not {self.virtual}: use virtual-pp 2"

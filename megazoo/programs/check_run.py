@@ -172,7 +172,7 @@ def moved_directories(settings: dict, options: Options) -> dict:
     for name, flag in (("load", "--load"), ("lora_load", "--lora-load")):
         old, new = settings.get(name), getattr(options, name)
         if new and not old:
-            raise UserError(f"{flag} {new}: the run had no {flag}")
+            raise UserError(f"{flag} {new}: the recorded run had no {flag}: omit it")
         if not old:
             continue
         if new and has_checkpoint(new):  # a record names the step

@@ -210,8 +210,10 @@ def load_theirs(path: Path, dtype: torch.dtype) -> torch.nn.Module:
     except Exception as error:  # depends on the error in the files
         raise UserError(f"transformers can't load {path}: {error}") from error
     if missing := sorted(loaded["missing_keys"]):
+        others = f" and {len(missing) - 1} other tensors" if missing[1:] else ""
         raise UserError(
-            f"transformers finds no {missing[0]} in {path}, and would initialize it randomly"
+            f"transformers does not find {missing[0]}{others} in {path}, and would use "
+            "random values instead: export the model again"
         )
     return model.eval()
 

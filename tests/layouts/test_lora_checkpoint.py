@@ -342,7 +342,10 @@ FORGERIES = {
     ),
     "rank 0": (adapters(rank=0), r"adapters\.rank is 0"),
     "huge rank": (adapters(rank=2**50), r"adapters\.rank is"),
-    "another rank": (adapters(rank=3), r"has shape \[2, 32\], the model's is \[3, 32\]"),
+    "another rank": (
+        adapters(rank=3),
+        r"has shape \[2, 32\], but in the model it has shape \[3, 32\]",
+    ),
     "rank of text": (adapters(rank="2"), r"adapters\.rank is '2'"),
     "alpha": (adapters(alpha=-1.0), r"adapters\.alpha is -1"),
     "alpha nan": (adapters(alpha=float("nan")), "alpha"),

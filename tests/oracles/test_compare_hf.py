@@ -362,7 +362,7 @@ MISTAKES = [
     ("ours --theirs unknown", "transformers can't load unknown: "),
     (
         "ours --theirs fewer",
-        "transformers finds no transformer.h.4.attn.c_attn.bias in fewer, and",
+        "transformers does not find transformer.h.4.attn.c_attn.bias",
     ),
     ("classifier", "classifier is a classifier: only language models are supported"),
     ("ours --seq-length 33", "--seq-length 33 must be from 2 to 32"),

@@ -56,7 +56,7 @@ CONFIGS = {
     "r is 'eight': it must be an int": {"r": "eight"},
     "rank 0 must be 1 or more": {"r": 0},
     "dropout 1.5 must be below 1": {"lora_dropout": 1.5},
-    r"q_proj.lora_A.weight has shape \[4, 32\], the model's is \[5, 32\]": {"r": 5},
+    r"q_proj.lora_A.weight has shape \[4, 32\], but in the model it has shape \[5, 32\]": {"r": 5},
     r"lacks .*layers.0.mlp.up_proj.lora_A.weight": {"target_modules": ["q_proj", "up_proj"]},
 }  # fmt: skip
 
@@ -101,7 +101,7 @@ TENSORS = {
     "has the unexpected base_model.model.lm_head.lora_A.weight": lambda tensors: tensors.update(
         {"base_model.model.lm_head.lora_A.weight": torch.ones(4, 32)}
     ),
-    r"shape \[32, 4\], the model's is \[4, 32\]": lambda tensors: tensors.update(
+    r"shape \[32, 4\], but in the model it has shape \[4, 32\]": lambda tensors: tensors.update(
         {Q0: tensors[Q0].T.contiguous()}
     ),
     "no adapter for a linear layer of this model; it has no tensors": dict.clear,

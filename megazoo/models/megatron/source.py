@@ -177,8 +177,10 @@ class MegatronCheckpoint(ModelSource):
             yield place.index(found), values
             missing -= volume(found)
         if missing:
+            stored_how = "not stored" if missing > 0 else "stored more than once"
             raise UserError(
-                f"{self.path}: some elements of {part} are missing, or are stored more than once",
+                f"{self.path}: {abs(missing)} of {volume(box)} elements of {part} are "
+                f"{stored_how}: use another checkpoint",
                 exit_code=1,
             )
 
@@ -223,8 +225,8 @@ class MegatronCheckpoint(ModelSource):
                 fits = stored[:1] >= (rows,) if padded else stored[:1] == (rows,)
                 if not fits or stored[1:] != spec.shape[1:]:
                     raise UserError(
-                        f"{self.path}: {part} has shape {list(stored)}, the model's is "
-                        f"{[rows, *spec.shape[1:]]}"
+                        f"{self.path}: {part} has shape {list(stored)}, but in the model "
+                        f"it has shape {[rows, *spec.shape[1:]]}"
                     )
 
     def _check_tied(self) -> None:

@@ -141,7 +141,7 @@ def test_what_is_not_a_checkpoint_or_of_a_newer_format_is_refused(tmp_path):
     manifest = json.loads((path / "megazoo.json").read_text())
     (path / "megazoo.json").write_text(json.dumps({**manifest, "format": 3}))
     with pytest.raises(
-        UserError, match="has format 3; this megazoo reads 1 and 2: upgrade megazoo"
+        UserError, match="has format 3, and this megazoo reads formats 1 and 2: a newer"
     ):
         Checkpoint(path)
 

@@ -178,14 +178,16 @@ def test_sequences_out_of_order_are_refused(token_files):
     token_files.with_suffix(".idx").write_bytes(data)
     train, valid, _ = open_all(token_files, split="60,40", seq_length=4)
     with pytest.raises(
-        UserError, match=f"{token_files}.idx: sequences . to . are not contiguous in the .bin"
+        UserError,
+        match=f"{token_files}.idx: sequences . to . do not follow one another in the .bin",
     ):
         train.datasets[0][0]
     valid.datasets[0][0]
     data[first : first + 80] = np.arange(90, -10, -10).astype("<i8").tobytes()
     token_files.with_suffix(".idx").write_bytes(data)
     with pytest.raises(
-        UserError, match=f"{token_files}.idx: sequences 0 to . are not contiguous in the .bin"
+        UserError,
+        match=f"{token_files}.idx: sequences 0 to . do not follow one another in the .bin",
     ):
         open_all(token_files, split="60,40", seq_length=4)
 

@@ -266,7 +266,7 @@ def test_mistakes_are_told_in_one_line(tmp_path, monkeypatch, capsys):
     out, there = tmp_path / "out", tmp_path / "there"
     for output, data, more, code, message in [
         (out, tmp_path / "none", [], 2, "none: no such file"),
-        (out, tmp_path / "folder", [], 2, "folder has no files"),
+        (out, tmp_path / "folder", [], 2, "folder has no text files"),
         (out, source, ["--tokenizer", "bpe"], 2, "unknown tokenizer 'bpe'"),
         (out, source, ["--workers", 0], 2, "--workers 0 must be at least 1"),
         (out, source, ["--json-keys", "a", "a"], 2, "json-keys must be one or more different"),

@@ -67,7 +67,7 @@ def test_each_stage_is_one_ranks(name, pp, virtual, expected):
 
 
 def test_a_placement_that_cannot_be_is_refused():
-    with pytest.raises(UserError, match="unknown placement 'w': use one of loop and v"):
+    with pytest.raises(UserError, match="unknown placement 'w': use loop or v"):
         ParallelContext.virtual(pp=2, placement="w")
     with pytest.raises(
         UserError, match="placement v has two stages per rank, not 1: use virtual-pp"
