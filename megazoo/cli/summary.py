@@ -169,7 +169,7 @@ def _command_to_go_on(run: Run, recorder: Recorder) -> str:
 def _is_named_by_checkpoint(run: Run, recorder: Recorder) -> bool:
     """Return whether the checkpoint of a run has adapters, names their base, and determines all of
     IN_CHECKPOINT. A file of --config would override its settings."""
-    base = recorder.model.attached and recorder.model.weights_path
+    base = recorder.model.weights_path if recorder.model.attached else None
     return bool(base and base.isprintable() and "--config" not in map(flag_of, run.arguments))
 
 

@@ -46,10 +46,10 @@ def write_peft(
             f"{source.path} lacks {CLASSIFIER_HEAD}, the head of its classifier, which was not "
             "trained: use megazoo.lora.save, which takes it from the model"
         )
-    base = source.base_path and str(source.base_path)
+    base = str(source.base_path) if source.base_path else None
     with (
         new_directory(directory, overwrite, source.path) as staging,
         verifying(source, source.all_files(states=False), ParallelContext()),
     ):
-        name = base and (name_alone(base) or base)
+        name = base if base is None else name_alone(base) or base
         write_adapters(source, whole, source.settings, staging, name, dtype, progress)
