@@ -116,9 +116,9 @@ class ParallelOptions:
     """Pipeline schedule: one of these, or one that --import registers. zb-h1 (zero bubble) delays
     weight gradients into idle time: one third of the 1F1B bubble, but more memory on later stages.
     zb-v, v-half, v-min and dualpipe-v need --virtual-pp 2 and place the first and the last stage on
-    the first rank. zb-v: no bubble, and the memory of 1F1B's first rank on every rank. v-half: half
-    the bubble and half the memory. v-min: two thirds of the bubble and a third of the memory.
-    dualpipe-v: pairs of a forward and a backward."""
+    the first rank. zb-v: a sixth of the 1F1B bubble, and the memory of 1F1B's first rank on every
+    rank. v-half: half of the bubble and of the memory. v-min: two thirds of the bubble and a third
+    of the memory. dualpipe-v: a sixth of the bubble; it pairs a forward with a full backward."""
     zero: Literal[0, 1] = 0
     """ZeRO stage. 1: shard the state and the update of the optimizer over the replicas; each rank
     stores and updates 1 / (dp x cp) of them. 0: every replica stores all of it."""

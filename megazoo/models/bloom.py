@@ -6,7 +6,8 @@ embedding.
     x = x + dropout(down(gelu(up(mlp_norm(x)))))
     logits = norm(x) @ embedding.weight^T                           last stage
 
-With residual_after_norm, the outputs of the norms are added instead of x. ALiBi is as in mpt.py.
+With residual_after_norm, the outputs of the norms are added instead of x. ALiBi is as in mpt.py; in
+contrast to transformers, it counts padding inside a row.
 Tensor parallelism shards the weights as in gpt2.py; embedding_norm is replicated.
 """
 

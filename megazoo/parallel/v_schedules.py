@@ -32,8 +32,8 @@ class Writer:
 
 @placed("v")
 def zb_v(rank: int, pp: int, virtual: int, microbatches: int) -> list[Action]:
-    """Return the table of ZB-V: no bubble between the first and last action of a rank if F, I and W
-    take the same time and there are at least 2 pp - 1 micro-batches.
+    """Return the table of ZB-V: no idle time between the first and last action of a rank if F, I
+    and W take the same time and there are at least 2 pp - 1 micro-batches.
 
     Every rank needs the memory of the first rank of 1F1B (Qi et al. 2023, section 6).
     """
@@ -68,8 +68,8 @@ def dualpipe_v(rank: int, pp: int, virtual: int, microbatches: int) -> list[Acti
     """Return the table of DualPipeV: pairs of a forward of one of the rank's stages and a backward
     of the other, so that the communication of one overlaps with the computation of the other.
 
-    Backwards in pairs are not split, so their weight gradients follow directly. The bubble is
-    (pp - 1) (F + I - W) with at least 2 pp micro-batches (DeepSeek-AI 2025).
+    Backwards in pairs are not split, so their weight gradients follow directly. If F, I and W take
+    the same time, the bubble is pp - 1 units with at least 2 pp micro-batches (DeepSeek-AI 2025).
     """
     down, up = placement_of(dualpipe_v, pp, virtual).stages_of(rank)
     add, delayed = Writer(microbatches), []

@@ -4,7 +4,6 @@ import zlib
 from itertools import combinations, pairwise, product
 
 import pytest
-from torch.distributed.pipelining.schedules import ScheduleDualPipeV, ScheduleZBVZeroBubble
 
 from megazoo.errors import UserError
 from megazoo.parallel.actions import in_flight, placement_of, source_of
@@ -309,70 +308,6 @@ def test_memory_is_bounded():
             for v in (2, 3):
                 most = [2 * (pp - r - 1) + (v - 1) * pp + 1 for r in range(pp)]
                 assert held(one_f_one_b, v) == [min(each, m * v) for each in most]
-
-
-# V-shaped schedules. A stage is half as large as with one stage per rank.
-
-
-def table_of_torch(schedule, rank, pp, m) -> list[Action]:
-    """Return the table of the schedule of torch.distributed.pipelining, with its pairs and its full
-    backwards split into their actions."""
-    kinds = {
-        "FORWARD": "F", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W", "FULL_BACKWARD": "IW",
-    }  # fmt: skip
-    theirs = schedule.__new__(schedule)
-    theirs.pp_group_size, theirs.num_stages, theirs._n_microbatches = pp, 2 * pp, m
-    theirs.rank = rank
-    table = []
-    for action in filter(None, theirs._calculate_single_rank_operations(rank)):
-        for part in action.sub_actions or [action]:
-            for kind in kinds[part.computation_type.name]:
-                table.append(Action(kind, part.stage_index, part.microbatch_index))
-    return table
-
-
-@pytest.mark.parametrize("pp", range(1, 7))
-def test_zb_v_and_dualpipe_v_are_the_tables_of_torch(pp):
-    for rank, m in product(range(pp), [*range(1, 2 * pp + 3), 4 * pp]):
-        assert zb_v(rank, pp, 2, m) == table_of_torch(ScheduleZBVZeroBubble, rank, pp, m), m
-        if m >= 2 * pp:  # torch has no table for fewer
-            assert dualpipe_v(rank, pp, 2, m) == table_of_torch(ScheduleDualPipeV, rank, pp, m), m
-
-
-def bubble(schedule, pp, m) -> float:
-    """Return the time of a batch minus the time of a rank's actions, with F = I = W = 1."""
-    return makespan(schedule, pp, 2, m) - 6 * m
-
-
-@pytest.mark.parametrize("pp", range(2, 9))
-@pytest.mark.parametrize("times", [2, 4])
-def test_v_shaped_bubbles_are_those_published(pp, times):
-    """That of 1F1B is (pp - 1) (F + B) of a rank with one stage, so 6 (pp - 1) here: zb-v and
-    dualpipe-v have none between the first and the last action of a rank, v-half has half of it,
-    v-min two thirds."""
-    m = times * pp
-    for schedule in (zb_v, dualpipe_v):
-        spans = timeline(tables_of(schedule, pp, 2, m))
-        assert bubble(schedule, pp, m) == pp - 1  # rank pp - 1 starts at pp - 1
-        for rank, table in enumerate(tables_of(schedule, pp, 2, m)):
-            assert spans[table[0]].start == rank
-            work = spans[table[-1]].end - rank
-            assert work == 6 * m or schedule is dualpipe_v
-    assert bubble(v_half, pp, m) <= 3 * (pp - 1)
-    assert bubble(v_min, pp, m) <= 4 * (pp - 1)
-
-
-@pytest.mark.parametrize("pp", [2, 3, 4, 7, 8, 16])
-def test_v_shaped_memory_is_that_published(pp):
-    """That of 1F1B is pp activations of a rank with one stage, so 2 pp here: zb-v has as much on
-    every rank, dualpipe-v one more, v-half about half, v-min about a third."""
-    for m in (pp, 2 * pp, 3 * pp):
-        held = {s: max(map(in_flight, tables_of(s, pp, 2, m))) for s, _ in V_SHAPED[1:]}
-        assert held[zb_v] == min(2 * pp, 2 * m)
-        assert held[dualpipe_v] <= 2 * pp + 1
-        assert held[v_half] <= pp + 2
-        assert held[v_min] <= 2 * pp / 3 + 3
-        assert held[v_min] <= held[v_half] <= held[zb_v]
 
 
 def test_a_table_that_waits_for_itself_is_refused():
