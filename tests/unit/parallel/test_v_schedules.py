@@ -45,8 +45,8 @@ def bubble(schedule, pp, m) -> float:
 @pytest.mark.parametrize("pp", range(2, 9))
 @pytest.mark.parametrize("times", [2, 4])
 def test_v_shaped_bubbles_are_those_published(pp, times):
-    """That of 1F1B is (pp - 1) (F + B) of a rank with one stage, so 6 (pp - 1) here. v-half has half
-    of it, v-min two thirds; zb-v and dualpipe-v have pp - 1, the start of the last rank."""
+    """That of 1F1B is (pp - 1) (F + B) of a rank with one stage, so 6 (pp - 1) here. v-half has
+    half of it, v-min two thirds; zb-v and dualpipe-v have pp - 1, the start of the last rank."""
     m = times * pp
     for schedule in (zb_v, dualpipe_v):
         spans = timeline(tables_of(schedule, pp, 2, m))
