@@ -9,7 +9,7 @@ import pytest
 from megazoo.lora import LoRASettings
 from megazoo.lora.settings import all_targets
 from megazoo.models.counts import whole_model
-from megazoo.models.registry import find_config
+from megazoo.models.registry import FAMILIES, find_config
 from megazoo.parallel.context import ParallelContext
 from megazoo.planning import PlannedRun, Planner
 
@@ -59,12 +59,20 @@ def test_what_llama_7b_takes_is_what_the_planner_tells():
         assert not told
 
 
-@pytest.mark.parametrize("family", ["LLaMA", "GPT-2", "MPT"])
+def letters(name: str) -> str:
+    return re.sub(r"[^a-z]", "", name.lower())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_what_can_be_adapted_is_what_there_is(family):
-    rows = {row[0]: row[1:] for row in table_under("What can be adapted")}
-    config = find_config(f"{family.lower().replace('-', '')}-tiny")
+    rows = {
+        letters(name): row[1:]
+        for row in table_under("What can be adapted")
+        for name in row[0].split(",")
+    }
+    config = find_config(f"{family}-tiny")
     targets = [t for t in all_targets(whole_model(config)) if ".0." in f".{t.module}."]
-    ours, theirs = (re.findall(r"`([^`]+)`", cell) for cell in rows[family])
+    ours, theirs = (re.findall(r"`([^`]+)`", cell) for cell in rows[letters(family)])
     for names in (ours, theirs):
         assert [[t for t in targets if t.is_called(name)] for name in names] == [
             [target] for target in targets

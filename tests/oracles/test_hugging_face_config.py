@@ -68,7 +68,7 @@ REFUSED = [
      "attn_config.attention_bias False is"),
     ({**MPT, "head_dim": 32}, "head_dim 32 is not supported: it must be 16"),
     ({**MPT, "block_overrides": {"order": []}}, "block_overrides {'order': []} is not supported"),
-    ({"model_type": "bert"}, "model_type 'bert' is not supported; supported: gpt2, gpt_neox"),
+    ({"model_type": "bert"}, "model_type 'bert' is not supported; supported: bloom, falcon"),
     ({"model_type": "mpt"}, "the config has no vocab_size"),
 ]  # fmt: skip
 
