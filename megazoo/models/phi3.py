@@ -49,6 +49,7 @@ class Phi3Config(llama.LlamaFamilyConfig):
         fraction = _take_rotary_fraction(fields)
         fields.take("original_max_position_embeddings")  # of longrope
         fields.take("embd_pdrop")  # has no effect in transformers
+        fields.only("attention_bias", False)
         window = read_window(fields, 1) if "sliding_window" in fields.values else 0
         values = hugging_face.read_config(fields, cls)
         if scaling := values["rope_scaling"]:  # transformers reads yarn as longrope

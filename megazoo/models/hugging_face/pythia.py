@@ -49,6 +49,8 @@ def read_config(fields: ConfigReader, defaults: type) -> dict[str, Any]:
     theta = fields.take("rotary_emb_base", defaults.rope_theta)
     fraction = fields.take("rotary_pct", defaults.rotary_fraction)  # the names in older files
     fields.only("rope_scaling", None)
+    for name in ("attention_probs_dropout_prob", "hidden_dropout_prob"):  # of GPT-NeoX 20B
+        fields.only(name, 0)
     rope = fields.nested("rope_parameters")
     rope.only("rope_type", "default")
     values["rope_theta"] = float(rope.take("rope_theta", float(theta)))

@@ -1,0 +1,90 @@
+"""config.json of published models, with the fields of their files on the hub, are the presets."""
+
+import pytest
+
+from megazoo.models.registry import config_from_hugging_face, find_config
+
+NO_DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
+OLMO = dict(
+    attention_bias=False, attention_dropout=0.0, hidden_act="silu", rms_norm_eps=1e-6,
+    rope_theta=500000, tie_word_embeddings=False, hidden_size=4096, intermediate_size=11008,
+    num_attention_heads=32, num_hidden_layers=32, num_key_value_heads=32,
+)  # fmt: skip
+GEMMA = dict(
+    attention_bias=False, attention_dropout=0.0, cache_implementation="hybrid", head_dim=256,
+    hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=256, rms_norm_eps=1e-6,
+    num_hidden_layers=26, initializer_range=0.02, use_cache=True, eos_token_id=1,
+)  # fmt: skip
+PHI = dict(
+    attention_bias=False, attention_dropout=0.0, embd_pdrop=0.0, resid_pdrop=0.0, hidden_act="silu",
+    rms_norm_eps=1e-5, rope_scaling=None, tie_word_embeddings=False, auto_map={"AutoConfig": "x.y"},
+)  # fmt: skip
+FALCON = dict(
+    alibi=False, apply_residual_connection_post_layernorm=False, bias=False, multi_query=True,
+    parallel_attn=True, vocab_size=65024, layer_norm_epsilon=1e-5, **NO_DROPOUT,
+)  # fmt: skip
+FILES = {
+    "gemma2-2b": dict(
+        model_type="gemma2", **GEMMA, attn_logit_softcapping=50.0, final_logit_softcapping=30.0,
+        hidden_act="gelu_pytorch_tanh", hidden_size=2304, intermediate_size=9216,
+        max_position_embeddings=8192, num_attention_heads=8, num_key_value_heads=4,
+        rope_theta=10000.0, sliding_window=4096, vocab_size=256000,
+    ),
+    "gemma3-1b": dict(
+        model_type="gemma3_text", **GEMMA, attn_logit_softcapping=None,
+        final_logit_softcapping=None, hidden_size=1152, intermediate_size=6912,
+        max_position_embeddings=32768, num_attention_heads=4, num_key_value_heads=1,
+        rope_local_base_freq=10000, rope_scaling=None, rope_theta=1000000, sliding_window=512,
+        sliding_window_pattern=6, vocab_size=262144,
+    ),
+    "olmo2-7b": dict(
+        model_type="olmo2", **OLMO, max_position_embeddings=4096, rope_scaling=None,
+        vocab_size=100352,
+    ),
+    "olmo3-7b": dict(
+        model_type="olmo3", **OLMO, max_position_embeddings=65536, sliding_window=4096,
+        vocab_size=100278, layer_types=(["sliding_attention"] * 3 + ["full_attention"]) * 8,
+        rope_scaling=dict(
+            attention_factor=1.2079441541679836, beta_fast=32.0, beta_slow=1.0, factor=8.0,
+            original_max_position_embeddings=8192, rope_type="yarn",
+        ),
+    ),
+    "phi3-mini": dict(
+        model_type="phi3", **PHI, hidden_size=3072, intermediate_size=8192, rope_theta=10000.0,
+        max_position_embeddings=4096, num_attention_heads=32, num_hidden_layers=32,
+        num_key_value_heads=32, original_max_position_embeddings=4096, sliding_window=2047,
+        vocab_size=32064,
+    ),
+    "phi4": dict(
+        model_type="phi3", **PHI, hidden_size=5120, intermediate_size=17920, rope_theta=250000,
+        max_position_embeddings=16384, num_attention_heads=40, num_hidden_layers=40,
+        num_key_value_heads=10, original_max_position_embeddings=16384, sliding_window=None,
+        vocab_size=100352,
+    ),
+    "bloom-560m": dict(
+        model_type="bloom", apply_residual_connection_post_layernorm=False, n_inner=None,
+        attention_softmax_in_fp32=True, bias_dropout_fusion=True, masked_softmax_fusion=True,
+        hidden_size=1024, layer_norm_epsilon=1e-5, n_layer=24, num_attention_heads=16,
+        offset_alibi=100, pretraining_tp=1, seq_length=2048, skip_bias_add=True,
+        skip_bias_add_qkv=False, slow_but_exact=False, vocab_size=250880, **NO_DROPOUT,
+    ),
+    "falcon-7b": dict(
+        model_type="falcon", **FALCON, hidden_size=4544, new_decoder_architecture=False,
+        num_attention_heads=71, num_hidden_layers=32,
+    ),
+    "falcon-40b": dict(
+        model_type="falcon", **FALCON, hidden_size=8192, new_decoder_architecture=True,
+        num_attention_heads=128, num_hidden_layers=60, num_kv_heads=8,
+    ),
+    "neox-20b": dict(
+        model_type="gpt_neox", attention_probs_dropout_prob=0, hidden_dropout_prob=0,
+        hidden_act="gelu_fast", hidden_size=6144, intermediate_size=24576, layer_norm_eps=1e-5,
+        max_position_embeddings=2048, num_attention_heads=64, num_hidden_layers=44,
+        rotary_emb_base=10000, rotary_pct=0.25, tie_word_embeddings=False, vocab_size=50432,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("preset", FILES)
+def test_a_published_file_is_its_preset(preset):
+    assert config_from_hugging_face(dict(FILES[preset])) == find_config(preset)
