@@ -50,13 +50,9 @@ class ModelOptions:
     """Python file to run before training. It may register a model (megazoo.register) and callbacks
     after steps, evaluations and saves (megazoo.on_step, on_evaluation, on_save)."""
     preset: Name = None
-    """A published shape: gpt2-tiny, gpt2-124m, gpt2-355m, gpt2-774m, gpt2-1.5b (or gpt2-xl),
-    gpt3-175b; llama-tiny, llama-7b, llama-13b, llama-30b, llama-65b, llama2-70b, llama3-8b,
-    llama3-70b, llama3.2-1b; mpt-tiny, mpt-1b, mpt-7b, mpt-30b; mistral-tiny,
-    mistral-7b-v0.1, mistral-7b-v0.3, mistral-nemo-12b, mistral-small-24b; qwen2-tiny, qwen2-0.5b,
-    qwen2-1.5b, qwen2-7b, qwen2-72b, qwen2.5-3b, qwen2.5-32b; qwen3-tiny, qwen3-0.6b, qwen3-1.7b,
-    qwen3-4b, qwen3-8b, qwen3-14b, qwen3-32b; pythia-tiny, pythia-70m, pythia-160m, pythia-410m,
-    pythia-1b, pythia-1.4b, pythia-2.8b, pythia-6.9b, pythia-12b."""
+    """Preset: the sizes of a published model, such as gpt2-124m, llama3-8b, qwen3-0.6b or
+    gemma3-1b, or of a tiny model for tests, such as gpt2-tiny. `megazoo models` lists all presets.
+    """
     hidden_size: Size = None
     """Number of features per token."""
     layers: Size = None
@@ -120,8 +116,9 @@ class ParallelOptions:
     rank. v-half: half of the bubble and of the memory. v-min: two thirds of the bubble and a third
     of the memory. dualpipe-v: a sixth of the bubble; it pairs a forward with a full backward."""
     zero: Literal[0, 1] = 0
-    """ZeRO stage. 1: shard the state and the update of the optimizer over the replicas; each rank
-    stores and updates 1 / (dp x cp) of them. 0: every replica stores all of it."""
+    """ZeRO stage. 1: shard the state and the update of the optimizer over the ranks of dp and cp;
+    each rank has 1 / (dp x cp) of the state of its parameters. 0: each rank has all of this
+    state."""
     offload_optimizer: bool = False
     """Store the optimizer's state in CPU memory, and run the update on the CPU."""
     timeout: float = 600.0
@@ -202,8 +199,8 @@ class TrainingOptions:
     Examples: head, norm, layers[.]3[.], or several: "head|norm". Frozen parameters get no gradient,
     no optimizer state and no weight decay."""
     seed: int = 1234
-    """Seed for the initial weights, the order of the samples, and dropout. The run is the same in
-    any parallel layout."""
+    """Seed for the initial weights, the order of the samples, and dropout. Without dropout, the run
+    is the same in any parallel layout, up to rounding."""
 
 
 @dataclass
@@ -219,8 +216,8 @@ class LoRAOptions:
     """Dropout probability on the inputs of the adapters."""
     lora_targets: Annotated[str | None, unset("NAMES", "q,v")] = None
     """Layers to adapt, separated by commas: q, k, v, output, gate, up, down, or their Hugging Face
-    names; or all-linear. If the Hugging Face model has one matrix for q, k and v (GPT-2, MPT), each
-    of the three selects that matrix."""
+    names; or all-linear. If the Hugging Face model has one matrix for q, k and v, as in GPT-2, each
+    of the names q, k and v selects that matrix."""
     lora_rslora: Annotated[bool | None, unset("", "off")] = None
     """Scale the output of the adapters by --lora-alpha / sqrt(--lora-rank) (rank-stabilized LoRA).
     --no-lora-rslora turns it off."""
@@ -308,10 +305,11 @@ class DataOptions:
     is one of: stdlib, the source of this machine's Python standard library (about 12 MB); the
     prefix of token files PREFIX.bin and PREFIX.idx written by `megazoo preprocess` or Megatron-LM;
     a JSONL file with text, prompt and completion, or messages in each line; a .txt file with one
-    document per paragraph; a .parquet file or stream:FILES, streamed by the package datasets, whose
-    column text is tokenized during training. The tokens of JSONL and .txt files are cached next to
-    them. The loss covers only completions and assistant messages. A classifier needs JSONL with
-    text, label and optionally text_pair."""
+    document per paragraph; a .parquet file, stream:FILES or hf://datasets/..., streamed by the
+    package datasets. The column text of these files is tokenized during training. The tokens of
+    JSONL and .txt files are cached next to them. In prompts with completions, only the completions
+    count in the loss, and in conversations only the assistant messages. A classifier needs JSONL
+    with text, label and optionally text_pair."""
     split: str = "95,5"
     """Proportions of the documents for training, validation and, optionally, a test at the end of
     the run."""
