@@ -107,7 +107,7 @@ def _open_adapters(path: Path, verify: bool) -> SavedAdapters | None:
     try:
         return SavedAdapters(step, verify=verify)
     except UserError as error:
-        hint = ": use --load for it" if "holds a whole model" in str(error) else ""
+        hint = ": use --load for it" if "holds a complete model" in str(error) else ""
         raise UserError(f"--lora-load: {error}{hint}", error.exit_code) from None
 
 

@@ -76,7 +76,7 @@ def _objects(file: Path, alone: bool) -> list[tuple[int, dict]]:
         try:
             value = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise UserError(f"{file}, line {number}: {error}") from error
+            raise UserError(f"{file}, line {number} is not JSON: {error}") from error
         if not isinstance(value, dict):
             raise UserError(f"{file}, line {number}: {brief(text)} is not a JSON object")
         found.append((number, value))

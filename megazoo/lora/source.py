@@ -60,7 +60,9 @@ class SavedAdapters(SavedSource, AdapterSource):
         stored = self.manifest["adapters"]
         unknown = stored.keys() - {f.name for f in fields(LoRASettings)}
         if unknown:
-            raise UserError(f"adapters has the unknown key {min(unknown)}: upgrade megazoo")
+            raise UserError(
+                f"{self.path}: adapters has the unknown key {min(unknown)}: upgrade megazoo"
+            )
         values: dict[str, Any] = {**stored, "targets": tuple(stored["targets"])}
         self.settings = LoRASettings(**values)
         self.settings.check_for(self.model.on_meta(self.config, ParallelContext()))

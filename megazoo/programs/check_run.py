@@ -149,7 +149,9 @@ def settings_of(recorded: Recorded, options: Options, origin: str) -> dict:
             raise UserError(f"{origin}: settings lacks {name}")
     begins_with = settings.get("load") or settings.get("lora_load")
     if recorded.first_step and not begins_with:
-        raise UserError(f"{origin}: first_step is {recorded.first_step}, but settings lacks load")
+        raise UserError(
+            f"{origin}: first_step is {recorded.first_step}, but settings lacks load and lora_load"
+        )
     if recorded.inputs.get("import") and not options.import_:
         raise UserError(
             f"the run imported {shown(recorded.inputs['import'][0])}: pass that file, or a copy, "

@@ -146,7 +146,7 @@ def test_bad_lines_are_named(tmp_path):
     for text, message in (
         ('{"prompt": "a"}\n\n{"text": "a"}', "a.jsonl, line 3: it has no text under 'prompt'"),
         ("[1]", "a.jsonl, line 1: '.1.' is not a JSON object"),
-        ('{"prompt": "a"}\n{', "a.jsonl, line 2: Expecting property name"),
+        ('{"prompt": "a"}\n{', "a.jsonl, line 2 is not JSON: Expecting property name"),
         ("\n", "a.jsonl has no prompts"),
     ):
         file.write_text(text)
