@@ -110,7 +110,8 @@ class SavedSource(ModelSource, Checkpoint):
         states = {f"{name}.{state}" for name in specs for state in self.states_of(name)}
         if unexpected := self.tensors.keys() - specs.keys() - states:
             raise UserError(
-                f"{self.path / MANIFEST}: the model of its config has no {min(unexpected)}"
+                f"{self.path / MANIFEST} lists the tensor {min(unexpected)}, which the model of "
+                "its config does not have"
             )
         if self.total_bytes() > sum(self.file_sizes().values()):
             raise UserError(f"{self.path} has too few bytes for the tensors of its manifest")

@@ -280,7 +280,9 @@ def metadata_of(tokenizer: Tokenizer, files: dict[str, bytes], vocab_size: int) 
             "sentencepiece model is supported"
         )
     if len(tokens) > vocab_size:
-        raise UserError(f"its {len(tokens)} tokens are more than the model's {vocab_size}")
+        raise UserError(
+            f"the tokenizer has {len(tokens)} tokens, which is more than the model's {vocab_size}"
+        )
     for token in range(len(tokens), vocab_size):
         tokens.append(Token(f"[PAD{token}]", UNUSED, 0.0))
     values |= {

@@ -101,7 +101,8 @@ def _build(vocab, merges, pattern, found, settings, nfc=False, unk=None, exact=F
         for part in (left, right, left + right):
             if part not in of_bytes:
                 raise UserError(
-                    f"merge {left!r} {right!r}: {part!r} is not in the vocabulary, or not of bytes"
+                    f"merge {left!r} {right!r}: {part!r} is not in the vocabulary, or has a "
+                    "character that does not encode a byte"
                 )
         # if two merges form the same token, the first one sets its rank
         ranked[vocab[left + right]] = None

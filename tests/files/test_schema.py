@@ -162,7 +162,7 @@ FORGED = {
     ),
     "fewer layers": (
         in_place_of(1, "config", "layers"),
-        r"the model of its config has no layers\.1\.",
+        r"lists the tensor layers\.1\.\S*, which the model of its config does not have",
     ),
     "dtype of no file": (tensor(NORM, dtype="BF16"), "norm.weight has dtype torch.float32, but"),
     "many layers": (in_place_of(10**9, "config", "layers"), "has 84 tensors for 1000000000 layers"),

@@ -355,7 +355,7 @@ FORGERIES = {
     "unknown setting": (adapters(zzz=1), "adapters has the unknown key zzz: upgrade megazoo"),
     "other targets": (
         adapters(targets=["q"]),
-        r"the model of its config has no layers\.0.*lora\.v",
+        r"lists the tensor layers\.0.*lora\.v\S*, which the model of its config does not have",
     ),
     "more targets": (adapters(targets=["q", "v", "up"]), "has no tensor layers.0.mlp"),
     "target with a line": (adapters(targets=["q\n"]), "can't be the name of a target"),

@@ -62,7 +62,9 @@ def _tensors(directory: Path, metadata: StandIn) -> dict[str, Whole]:
         if is_state(name):
             continue
         if not about.state:  # bytes, not a tensor
-            raise UserError(f"{directory}: unknown key {key}")
+            raise UserError(
+                f"{directory} stores {key} as bytes, not as a tensor: this is not supported"
+            )
         (dtype, *_), chunks = about.state["properties"].state, []
         for chunk in about.state["chunks"]:
             start, size = tuple(chunk.state["offsets"]), tuple(chunk.state["sizes"])
