@@ -42,6 +42,12 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {matches[0]}?" if matches else ""
 
 
+def any_of(choices: Iterable[Any]) -> str:
+    """Return choices as text: "1, 2 or 4"."""
+    *others, last = map(str, choices)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
 def check_number(
     name: str, value: Any, least: float, below: float = math.inf, *, whole: bool = False
 ) -> None:

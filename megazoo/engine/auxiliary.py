@@ -8,7 +8,9 @@ from torch import nn
 from megazoo.engine.microbatch import MicroBatch
 from megazoo.layers.auxiliary import AuxiliaryLosses
 from megazoo.layers.layer import declared
-from megazoo.parallel.collectives import all_reduce, broadcast_from_stage
+from megazoo.parallel.axes import Axis
+from megazoo.parallel.collectives import all_reduce_over, broadcast_from_stage
+from megazoo.parallel.context import ParallelContext
 
 
 def declared_losses(model: nn.Module) -> set[str]:
@@ -29,18 +31,31 @@ def losses_of(
         return None
     ctx = model.ctx
     labelled = broadcast_from_stage(labelled.clone(), ctx.placement.last_rank, ctx)
-    own_rows = sum(batch.shape[0] for batch in batches) if ctx.cp_rank == 0 else 0
-    rows = torch.tensor(own_rows, dtype=torch.float64, device=ctx.device)
-    all_reduce(rows, ctx.token_axis.group)
-    return AuxiliaryLosses(names, labelled, rows)
+    return AuxiliaryLosses(names, {"labels": labelled, **_counts(batches, ctx, ctx.token_axis)})
+
+
+def _counts(batches: list[MicroBatch], ctx: ParallelContext, axis: Axis) -> dict[str, torch.Tensor]:
+    """Return the number of rows, and of tokens without padding, of all ranks along an axis: fp64,
+    0-dimensional."""
+    first = ctx.cp_rank == 0 and not (ctx.sequence_parallel and ctx.tp_rank)
+    rows = sum(batch.shape[0] for batch in batches) if first else 0
+    tokens = sum(batch.is_token(ctx).sum() for batch in batches)
+    counts = torch.stack([torch.as_tensor(n, device=ctx.device).double() for n in (rows, tokens)])
+    all_reduce_over(counts, [*_parts_of_tokens(ctx), axis])
+    return {"rows": counts[0], "tokens": counts[1]}
+
+
+def _parts_of_tokens(ctx: ParallelContext) -> list[Axis]:
+    """Return tp if its ranks have different tokens."""
+    return [ctx.tp] if ctx.sequence_parallel else []
 
 
 def report(model: Any, losses: AuxiliaryLosses | None) -> None:
     """Store the means over the global batch in the model's engine. Every rank calls it."""
     if losses:
         ctx = model.ctx
-        cut_by_tp = [ctx.tp] if ctx.sequence_parallel else []
-        model.engine.auxiliary_losses = losses.reduced([*cut_by_tp, ctx.token_axis, ctx.pp])
+        axes = [*_parts_of_tokens(ctx), ctx.token_axis, ctx.pp]
+        model.engine.auxiliary_losses = losses.reduced(axes)
 
 
 def losses_of_one(model: Any, batch: MicroBatch, labelled: torch.Tensor) -> AuxiliaryLosses | None:
@@ -50,5 +65,5 @@ def losses_of_one(model: Any, batch: MicroBatch, labelled: torch.Tensor) -> Auxi
     names = declared_losses(model)
     if not names or not torch.is_grad_enabled():
         return None
-    rows = torch.tensor(batch.shape[0], dtype=torch.float64, device=model.ctx.device)
-    return AuxiliaryLosses(names, labelled, rows)
+    counts = _counts([batch], model.ctx, model.ctx.cp)
+    return AuxiliaryLosses(names, {"labels": labelled, **counts})

@@ -15,6 +15,11 @@ from megazoo.layers.classification import ClassificationHead
 from megazoo.layers.cross_entropy import vocab_parallel_cross_entropy
 from megazoo.layers.dropout import Dropout
 from megazoo.layers.embedding import PositionEmbedding, VocabParallelEmbedding, VocabParallelHead
+from megazoo.layers.experts import (
+    ColumnParallelExperts,
+    MixtureOfExperts,
+    RowParallelExperts,
+)
 from megazoo.layers.layer import Layer
 from megazoo.layers.linear import ColumnParallelLinear, RowParallelLinear, round_to_int8
 from megazoo.layers.masks import MaskPerChunk, MaskPerWindow, Packed, segment_mask, window_mask
@@ -22,12 +27,14 @@ from megazoo.layers.mlp import MLP, GatedMLP, activation_named, gelu_tanh
 from megazoo.layers.norm import HeadwiseLayerNorm, HeadwiseRMSNorm, LayerNorm, RMSNorm
 from megazoo.layers.qkv import QKVParallelLinear, units_of_heads
 from megazoo.layers.rotary import Rotary, rotate
+from megazoo.layers.router import ReplicatedLinear, Router
 
 __all__ = [
     "MLP",
     "ALiBi",
     "CausalSelfAttention",
     "ClassificationHead",
+    "ColumnParallelExperts",
     "ColumnParallelLinear",
     "Dropout",
     "GatedMLP",
@@ -38,11 +45,15 @@ __all__ = [
     "LayerNorm",
     "MaskPerChunk",
     "MaskPerWindow",
+    "MixtureOfExperts",
     "Packed",
     "PositionEmbedding",
     "QKVParallelLinear",
     "RMSNorm",
+    "ReplicatedLinear",
     "Rotary",
+    "Router",
+    "RowParallelExperts",
     "RowParallelLinear",
     "VocabParallelEmbedding",
     "VocabParallelHead",

@@ -16,14 +16,15 @@ from megazoo.parallel.recompute import is_replaying
 class AuxiliaryLosses:
     """The auxiliary losses of one run of micro-batches.
 
-    names: those that layers of the model declare. labels, rows: the counts that the means are over.
-    scale: the gradient of the loss of the run; call `set_scale` before backward.
+    names: those that layers of the model declare. counts: what the means are over, such as
+    "labels", each 0-dimensional. scale: the gradient of the loss of the run; call `set_scale`
+    before backward.
     """
 
-    def __init__(self, names: Iterable[str], labels: torch.Tensor, rows: torch.Tensor):
-        self.counts = {"labels": labels.clamp(min=1), "rows": rows.clamp(min=1)}
+    def __init__(self, names: Iterable[str], counts: dict[str, torch.Tensor]):
+        self.counts = {what: count.clamp(min=1) for what, count in counts.items()}
         self.scale: float | torch.Tensor = 1.0
-        zero = torch.zeros((), dtype=torch.float64, device=labels.device)
+        zero = torch.zeros((), dtype=torch.float64, device=counts["labels"].device)
         self.means = {name: zero.clone() for name in sorted(names)}
 
     def attach(self, x: torch.Tensor, name: str, total: torch.Tensor, over: str) -> torch.Tensor:
@@ -34,7 +35,10 @@ class AuxiliaryLosses:
                 f"auxiliary_losses = ({name!r},)"
             )
         if over not in self.counts:
-            raise UserError(f"an auxiliary loss can't be a mean over {over!r}: use labels or rows")
+            raise UserError(
+                f"an auxiliary loss can't be a mean over {over!r}: use "
+                "labels, tokens or rows"
+            )
         if not is_replaying():
             self.means[name] += total.detach().double() / self.counts[over]
         return _Attached.apply(x, total, self, self.counts[over])
@@ -75,6 +79,11 @@ def collecting(losses: AuxiliaryLosses | None) -> Iterator[None]:
         _current.reset(token)
 
 
+def collects_losses() -> bool:
+    """Return whether auxiliary losses are collected: in training."""
+    return _current.get() is not None
+
+
 @untraced
 def attach_loss(
     x: torch.Tensor, name: str, total: torch.Tensor, *, over: str = "labels"
@@ -93,7 +102,8 @@ def attach_loss(
         total: 0-dimensional, fp32: the sum over this rank's tokens of the micro-batch, without
             padding (`MicroBatch.is_token`). The sums of all ranks are added. Ranks with the same
             tokens (tp, without sequence parallelism) must have the same total.
-        over: "labels": the mean is over labelled tokens, as for the loss; "rows": over the rows.
+        over: "labels": the mean is over labelled tokens, as for the loss; "tokens": over all tokens
+            without padding; "rows": over the rows.
 
     Raises:
         UserError: The name is not declared, or `over` has another value.

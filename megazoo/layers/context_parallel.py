@@ -25,7 +25,7 @@ from megazoo.errors import UserError
 from megazoo.layers.layer import attentions_of, declared
 from megazoo.layers.masks import MaskPerChunk
 from megazoo.parallel.context import ParallelContext
-from megazoo.parallel.regions import exchange_in_context, gather_context, gathered_in_order
+from megazoo.parallel.regions import exchange, gather_context, gathered_in_order
 from megazoo.parallel.sequence import SequenceCut, in_order, in_parts
 from megazoo.parallel.shares import share_of
 from megazoo.torch_internals import storage_key
@@ -169,13 +169,13 @@ def _with_some_heads(kernel: Kernel, q, k, v, masks: MaskPerChunk, ctx: Parallel
         heads += [*(q[i] for i in of_queries), *(k[i] for i in of_keys), *(v[i] for i in of_keys)]
     sizes = [len(queries[mine]), len(keys[mine]), len(keys[mine])]
     sends = [len(a) + 2 * len(b) for a, b in zip(queries, keys, strict=True)]
-    received = exchange_in_context(torch.stack(heads), ctx, sends, [sum(sizes)] * ranks)
+    received = exchange(torch.stack(heads), ctx.cp, sends, [sum(sizes)] * ranks)
     whole = in_order(received.unflatten(0, (ranks, -1)))  # [heads, batch, sequence, head_size]
     q, k, v = whole.transpose(0, 1).split(sizes, dim=1)
     (mask,) = masks.masks
     seen = in_parts(kernel(q, k, v, mask).transpose(0, 1), ranks).flatten(0, 1)
     receives = [len(heads) for heads in queries]
-    return exchange_in_context(seen, ctx, [sizes[0]] * ranks, receives).transpose(0, 1)
+    return exchange(seen, ctx.cp, [sizes[0]] * ranks, receives).transpose(0, 1)
 
 
 def _keys_of(queries: range, group: int) -> list[int]:

@@ -20,6 +20,7 @@ TYPES = {
     "static_cache": bool,
     "auxiliary_losses": tuple,
     "same_input": bool,
+    "token_share": float,
 }
 
 
@@ -48,6 +49,8 @@ class Layer(ShardedModule):
             itself. `flops_per_token` uses it, and a KVCache stores this number of tokens.
         recompute: False; `model.recompute("selective")` sets it to True. The layer then saves less
             for backward, and computes the rest again. None: the layer has no such choice.
+        token_share: the part of all tokens that the `multiplied` weights multiply, for
+            `flops_per_token`: below 1 for stacked experts.
         site: the global name of a dropout, from which its mask is drawn. The model sets it if it is
             not None.
 
@@ -63,6 +66,7 @@ class Layer(ShardedModule):
     score_features: int | None = None
     window: int | None = None
     recompute: bool | None = None
+    token_share: float = 1.0
     site: str | None = None
 
     def takes_packed(self, dtype: torch.dtype) -> bool:

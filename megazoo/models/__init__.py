@@ -11,6 +11,7 @@ from megazoo.models.gpt2 import GPT2
 from megazoo.models.hugging_face.names import HFNames
 from megazoo.models.llama import Llama
 from megazoo.models.mistral import Mistral
+from megazoo.models.mixtral import Mixtral
 from megazoo.models.mpt import MPT
 from megazoo.models.olmo2 import Olmo2
 from megazoo.models.olmo3 import Olmo3
@@ -41,6 +42,7 @@ __all__ = [
     "HFNames",
     "Llama",
     "Mistral",
+    "Mixtral",
     "Model",
     "ModelConfig",
     "Olmo2",

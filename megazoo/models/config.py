@@ -4,7 +4,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megazoo.errors import UserError
+from megazoo.errors import UserError, any_of
 from megazoo.files import brief
 from megazoo.layers.classification import PROBLEMS
 from megazoo.models.registry import family_of
@@ -120,7 +120,7 @@ def _check_one_by_one(config: Any) -> None:
         fits = [n for n in range(1, most + 1) if config.hidden_size % n == 0]
         raise UserError(
             f"hidden-size {config.hidden_size} is not divisible by heads {config.heads}: "
-            f"use heads {_any_of(fits)}"
+            f"use heads {any_of(fits)}"
         )
     if config.problem_type not in (None, *PROBLEMS):
         raise UserError(
@@ -154,16 +154,10 @@ def _check_tensor_parallel(config: Any, tp: int) -> None:
         reason = f"heads {heads} with kv-heads {kv_heads}"
     else:
         reason = f"heads {heads}"
-    raise UserError(f"{reason} can't be sharded over tp {tp}: use tp {_any_of(fits)}")
+    raise UserError(f"{reason} can't be sharded over tp {tp}: use tp {any_of(fits)}")
 
 
 def _heads_fit(heads: int, kv_heads: int, tp: int) -> bool:
     """Return whether heads can be sharded over tp: KV heads with their queries nearly evenly, or
     replicated evenly if tp exceeds the number of KV heads."""
     return nearly_even(kv_heads, tp) if tp <= kv_heads else tp % kv_heads == 0 and heads % tp == 0
-
-
-def _any_of(numbers: list[int]) -> str:
-    """Write numbers as a choice: "1, 2 or 4"."""
-    *others, last = map(str, numbers)
-    return f"{', '.join(others)} or {last}" if others else last

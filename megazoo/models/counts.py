@@ -89,7 +89,7 @@ def _flops(module: nn.Module, passes: bool, seq_length: int) -> tuple[int, bool]
     multiplied = module.multiplied if isinstance(module, ShardedModule) else ()
     for name in ("weight",) if isinstance(module, nn.Linear) else multiplied:
         weight = getattr(module, name)
-        flops += _of_product(weight, inner)
+        flops += round(declared(module, "token_share") * _of_product(weight, inner))
         inner = inner or weight.requires_grad
     seq_length = min(seq_length, declared(module, "window") or seq_length)
     features = declared(module, "score_features")

@@ -126,11 +126,15 @@ class Block(Layer):
             **settings,
         )
         self.mlp_norm = RMSNorm(c.hidden_size, c.norm_epsilon)
+        self.add_mlp(c, index, residual_std)
+
+    def add_mlp(self, config: LlamaFamilyConfig, index: int, residual_std: float) -> None:
+        """Add the feed-forward part. residual_std: of the initial weights of its output."""
         self.mlp = GatedMLP(
-            c.hidden_size,
-            c.ffn_size,
-            activation_named(c.activation),
-            bias=c.mlp_bias,
+            config.hidden_size,
+            config.ffn_size,
+            activation_named(config.activation),
+            bias=config.mlp_bias,
             output_std=residual_std,
         )
 

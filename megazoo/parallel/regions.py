@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from megazoo.parallel.axes import Axis
 from megazoo.parallel.collectives import (
     all_gather_last_dim,
     all_gather_parts,
@@ -161,6 +162,11 @@ def enter_tensor_parallel(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor
     return copy_to_tensor_parallel(x, ctx)
 
 
+def gather_entering(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
+    """Return a tensor without a gradient, such as indices, as `enter_tensor_parallel` returns x."""
+    return all_gather_sequence(x, ctx.tp_group) if ctx.sequence_parallel else x
+
+
 def leave_tensor_parallel(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
     """Leave a tensor-parallel region: all-reduce every rank's partial x. The gradient is passed
     unchanged.
@@ -239,10 +245,10 @@ def reduce_from_context(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
     return _apply(_Reduce, x, ctx.cp_group) if ctx.cp_size > 1 else x
 
 
-def exchange_in_context(
-    x: torch.Tensor, ctx: ParallelContext, sends: list[int], receives: list[int]
+def exchange(
+    x: torch.Tensor, axis: Axis, sends: list[int], receives: list[int]
 ) -> torch.Tensor:
-    """Send sends[r] rows of x to each context-parallel rank r, and return the received rows,
-    receives[r] from each rank r (all-to-all): [sum of sends, ...] -> [sum of receives, ...]. The
-    gradient is exchanged in reverse."""
-    return _apply(_Exchange, x, ctx.cp_group, sends, receives)
+    """Send sends[r] rows of x to each rank r of an axis, and return the received rows, receives[r]
+    from each rank r (all-to-all): [sum of sends, ...] -> [sum of receives, ...]. The gradient is
+    exchanged in reverse."""
+    return _apply(_Exchange, x, axis.group, sends, receives)

@@ -1,5 +1,7 @@
-"""Parallel layouts and their names: tp2pp2, dp2+zero, tp2pp4v2+sp, pp2+zb-h1, tp2cp2+ulysses."""
+"""Parallel layouts and their names: tp2pp2, dp2+zero, tp2pp4v2+sp, pp2+zb-h1, tp2cp2+ulysses, dp4ep2.
+"""
 
+import math
 import re
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -13,7 +15,7 @@ from megazoo.parallel.schedule import SCHEDULES, check_schedule, placement_named
 from megazoo.testing.ranks import GROUP_TIMEOUT
 
 # Sizes in a layout's name, and their attributes.
-SIZES = {"tp": "tp", "cp": "cp", "pp": "pp", "dp": "dp", "v": "virtual"}
+SIZES = {"tp": "tp", "cp": "cp", "pp": "pp", "dp": "dp", "ep": "ep", "v": "virtual"}
 # Context-parallel methods that a name must contain: all except the default.
 OTHER_METHODS = CP_METHODS[1:]
 
@@ -32,6 +34,7 @@ class Layout:
         schedule: Pipeline schedule.
         cp: Context-parallel size.
         cp_method: One of CP_METHODS.
+        ep: Expert-parallel size, folded into dp x cp.
     """
 
     tp: int = 1
@@ -43,10 +46,11 @@ class Layout:
     schedule: str = "1f1b"
     cp: int = 1
     cp_method: str = CP_METHODS[0]
+    ep: int = 1
 
     @classmethod
     def named(cls, name: str) -> "Layout":
-        """Parse the name of a layout.
+        """Parse the name of a layout. If it has ep but not dp, dp is the smallest that fits.
 
         Raises:
             UserError: The name is invalid.
@@ -71,9 +75,11 @@ class Layout:
                 found = None
         if not found or not name:
             raise UserError(
-                f"unknown layout {name!r}: write sizes, tp2cp2pp2dp2v2, then what is on: "
+                f"unknown layout {name!r}: write sizes, tp2cp2pp2dp2ep2v2, then what is on: "
                 f"{switches()}"
             )
+        if "ep" in given and "dp" not in given:
+            given["dp"] = given["ep"] // math.gcd(given["ep"], given.get("cp", 1))
         return cls(**given)
 
     def __str__(self) -> str:
@@ -100,7 +106,8 @@ class Layout:
         try:
             check_schedule(self.schedule, self.pp, self.virtual)
             family.check(config, self.tp, self.pp, self.virtual)
-            if self.cp_method in OTHER_METHODS:  # raises if a layer has too few heads
+            # raises if a layer has too few heads, or if experts can't be split evenly
+            if self.cp_method in OTHER_METHODS or self.ep > 1:
                 family.on_meta(config, self._virtual_context())
         except UserError as error:
             raise UserError(f"{self}: {error}") from None
@@ -122,6 +129,7 @@ class Layout:
             context_parallel_method=self.cp_method,
             virtual_pipeline_size=self.virtual,
             placement=placement_named_by(self.schedule),
+            folded=self._folded,
             device="cpu",
             timeout=GROUP_TIMEOUT,
         )
@@ -135,7 +143,13 @@ class Layout:
             cp_method=self.cp_method,
             virtual=self.virtual,
             placement=placement_named_by(self.schedule),
+            folded=self._folded,
         )
+
+    @property
+    def _folded(self) -> dict[str, int]:
+        """The axes that are folded into dp x cp."""
+        return {"ep": self.ep} if self.ep > 1 else {}
 
 
 def switches() -> str:
@@ -148,7 +162,8 @@ def all_layouts(config: Any, ranks: int) -> list[Layout]:
     Sizes are powers of two.
 
     Other context-parallel methods are listed only without ZeRO and with the default schedule,
-    because a method changes the communication of a layer, but neither of these.
+    because a method changes the communication of a layer, but neither of these. Layouts with ep
+    are listed for models with experts.
     """
     sizes, layouts = [1 << n for n in range(ranks.bit_length()) if 1 << n <= ranks], []
     for tp, cp, pp, dp in product(sizes, repeat=4):
@@ -161,8 +176,9 @@ def all_layouts(config: Any, ranks: int) -> list[Layout]:
             replace(plain, zero=stage, schedule=schedule, virtual=virtual)
             for stage, (schedule, virtual) in product(zero, _ways_to_run(pp))
         ]
-        for layout, sequence_parallel in product(ways, sp):
-            layout = replace(layout, sequence_parallel=sequence_parallel)
+        experts = [size for size in sizes if dp * cp % size == 0 and hasattr(config, "experts")]
+        for layout, sequence_parallel, ep in product(ways, sp, experts or [1]):
+            layout = replace(layout, sequence_parallel=sequence_parallel, ep=ep)
             with suppress(UserError):
                 layout.check(config)
                 layouts.append(layout)

@@ -102,6 +102,7 @@ def sizes_of(layout: Layout | str) -> dict:
         "tp": layout.tp, "pp": layout.pp, "dp": layout.dp, "cp": layout.cp,
         "sp": layout.sequence_parallel, "v": layout.virtual, "method": layout.cp_method,
         "placement": placement_named_by(layout.schedule),
+        "folded": {"ep": layout.ep} if layout.ep > 1 else {},
     }  # fmt: skip
 
 
@@ -141,7 +142,8 @@ def trained(config, batches: list, layout: dict, *, count=MICRO_BATCHES, model=N
         )
         if not optimizer.get("zero"):
             kept.append(parts_of_gradients(model))
-        history.append((loss.item(), opt.step().item()))
+        auxiliary = [mean.item() for mean in model.engine.auxiliary_losses.values()]
+        history.append((loss.item(), opt.step().item(), *auxiliary))
     if saved:
         save(saved, len(batches), model, opt)
     kept.append(parts_of(model, lambda parameter: parameter.detach()))

@@ -274,6 +274,15 @@ def _steps(
         yield loss.item(), opt.step().item(), model
 
 
+def _assembled(pieces: list) -> torch.Tensor:
+    """The tensor of which these are all pieces, [(box, part)]."""
+    ends = zip(*(box for box, _ in pieces), strict=True)
+    whole = pieces[0][1].new_empty([max(stop for _, stop in each) for each in ends])
+    for box, part in pieces:
+        whole[tuple(slice(*bounds) for bounds in box)] = part
+    return whole
+
+
 def worst_gradient(ranks_gradients: list[dict], expected: dict) -> tuple[float, str]:
     """The largest distance of a gathered gradient from the one process's, over the size that it is
     measured by.
@@ -281,7 +290,7 @@ def worst_gradient(ranks_gradients: list[dict], expected: dict) -> tuple[float, 
     That is the larger of its norm and a thousandth of the global norm. Where ranks hold copies, the
     worst one counts.
     """
-    whole = {name: torch.cat([part for _, part in pieces]) for name, pieces in expected.items()}
+    whole = {name: _assembled(pieces) for name, pieces in expected.items()}
     scale = 1e-3 * sum(gradient.double().square().sum() for gradient in whole.values()).sqrt()
     squares: dict[str, dict] = {name: {} for name in whole}
     for gradients in ranks_gradients:

@@ -77,7 +77,8 @@ class HuggingFaceDirectory(ModelSource):
         return with_token_ids(file, json_object(file, read_bytes(file)))
 
     def dtype_of(self, name: str) -> torch.dtype:
-        return self.files.dtype([(self._file_of[part], part) for part in self._names[name].names])
+        parts = self._names[name].parts(self.specs[name])
+        return self.files.dtype([(self._file_of[part], part) for part, _ in parts])
 
     def file_sizes(self) -> dict[str, int]:
         """Return the size of each weight file, in bytes."""
@@ -101,16 +102,13 @@ class HuggingFaceDirectory(ModelSource):
         for part, runs in theirs.parts(self.specs[name]):
             shape = _shape_of(runs, spec)
             for run, piece in product(runs, pieces):
-                there: Box = (
-                    (run.ours, run.ours + run.count),
-                    *((0, size) for size in spec.shape[1:]),
-                )
-                if shared := overlap(piece.box, there):
+                if shared := overlap(piece.box, run.box(spec.shape)):
+                    (first, last), *columns = shared[len(run.index) :]
                     moved = run.theirs - run.ours
-                    box = ((shared[0][0] + moved, shared[0][1] + moved), *shared[1:])
+                    box: Box = ((first + moved, last + moved), *columns)
                     turned = (shape[::-1], box[::-1]) if theirs.transposed else (shape, box)
                     values = self.files.box(self._file_of[part], part, *turned)
-                    place = destination[piece.index(shared)]
+                    place = destination[piece.index(shared)].flatten(0, len(run.index))
                     self.put(place, values.T if theirs.transposed else values)
 
     def _check_shapes(self) -> None:
@@ -183,7 +181,9 @@ class HuggingFaceDirectory(ModelSource):
         matched = {name: names_of(name) for name in self.specs}
         if has_tied_head and embedding not in names:
             matched["embedding.weight"] = HFNames(head)
-        wanted = {part for theirs in matched.values() for part in theirs.names}
+        wanted = {
+            part for name, theirs in matched.items() for part, _ in theirs.parts(self.specs[name])
+        }
         self._check_complete(wanted, optional={head} if has_tied_head else set())
         return matched
 
@@ -216,7 +216,7 @@ class HuggingFaceDirectory(ModelSource):
 def _shape_of(runs: list[Run], spec: ParameterSpec) -> tuple[int, ...]:
     """Return the shape of the Hugging Face tensor that has only these rows of the megazoo
     tensor."""
-    return (sum(run.count for run in runs), *spec.shape[1:])
+    return (sum(run.count for run in runs), *spec.shape[len(runs[0].index) + 1 :])
 
 
 def some_of(names: set[str], shown: int = 5) -> str:

@@ -130,8 +130,8 @@ def lazy_rows(
     progress: BytesWritten = lambda _: None,
 ) -> LazyTensor:
     """Return rows of a megazoo tensor as a Hugging Face tensor."""
-    shape = (sum(run.count for run in runs), *spec.shape[1:])
-    others = [(0, size) for size in spec.shape[1:]]
+    outer = len(runs[0].index)  # dimensions of a stack before the rows
+    shape = (sum(run.count for run in runs), *spec.shape[outer + 1 :])
 
     def fill(rows: torch.Tensor, start: int) -> None:
         pieces = []
@@ -139,10 +139,11 @@ def lazy_rows(
             low = max(run.theirs, start)
             high = min(run.theirs + run.count, start + len(rows))
             if low < high:
-                moved = run.ours - run.theirs
-                box = ((low + moved, high + moved), *others)
-                pieces.append(Piece(box, (low - start, *(0 for _ in others))))
-        source.read_pieces(name, rows, spec, pieces)
+                part = run._replace(ours=low + run.ours - run.theirs, count=high - low)
+                offset = [0] * len(spec.shape)
+                offset[outer] = low - start
+                pieces.append(Piece(part.box(spec.shape), tuple(offset)))
+        source.read_pieces(name, rows.view((1,) * outer + rows.shape), spec, pieces)
         progress(rows.nbytes)
 
     return LazyTensor(shape, dtype, fill)

@@ -1,20 +1,30 @@
 """Hugging Face names of tensors, and the order of their rows."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from megazoo.errors import UserError
-from megazoo.parallel.shard import ParameterSpec, Shard
+from megazoo.parallel.shard import Box, ParameterSpec, Shard
 
 
 class Run(NamedTuple):
     """A range of rows that is contiguous both in a Hugging Face tensor and in a megazoo tensor: the
-    first row in each, and the number of rows."""
+    first row in each, and the number of rows.
+
+    index: of the matrix in the megazoo tensor, if that is a stack of matrices.
+    """
 
     theirs: int
     ours: int
     count: int
+    index: tuple[int, ...] = ()
+
+    def box(self, shape: Sequence[int]) -> Box:
+        """Return the box of these rows in the megazoo tensor. shape: of that tensor."""
+        matrix = tuple((number, number + 1) for number in self.index)
+        columns = ((0, size) for size in shape[len(matrix) + 1 :])
+        return (*matrix, (self.ours, self.ours + self.count), *columns)
 
 
 class HFFiles(NamedTuple):
@@ -33,6 +43,9 @@ class HFFiles(NamedTuple):
 class HFNames:
     """The Hugging Face tensors that make up one megazoo tensor, in the order of its rows.
 
+    A name with [] is that of one matrix of a stack, such as those of experts; the number of the
+    matrix replaces [].
+
     transposed: the Hugging Face tensor is [in_features, out_features], as in GPT-2's Conv1D.
     grouped: the Hugging Face tensor of a query/key/value projection has its rows group by group:
     the query heads that share a key head, that key head, and its value head. In GPT-NeoX each head
@@ -49,6 +62,8 @@ class HFNames:
     def parts(self, spec: ParameterSpec) -> list[tuple[str, list[Run]]]:
         """Return the name of each Hugging Face tensor, with the rows of the megazoo tensor that it
         has. spec: of the unsharded megazoo tensor."""
+        if "[]" in self.names[0]:
+            return self._parts_of_stack(spec)
         counts, parts, first = spec.shape[:1], [], 0
         if self.grouped or len(self.names) > 1:
             assert spec.shard  # it defines the parts
@@ -58,6 +73,19 @@ class HFNames:
         for name, count in zip(self.names, counts, strict=True):
             parts.append((name, [Run(0, first, count)]))
             first += count
+        return parts
+
+    def _parts_of_stack(self, spec: ParameterSpec) -> list[tuple[str, list[Run]]]:
+        """Return the parts of each matrix of a stack."""
+        shard = next((shard for shard in spec.shards if shard.dim == 1), None)
+        counts = shard.parts if shard else spec.shape[1:2]
+        parts = []
+        for number in range(spec.shape[0]):
+            first = 0
+            for name, count in zip(self.names, counts, strict=True):
+                run = Run(0, first, count, (number,))
+                parts.append((name.replace("[]", str(number)), [run]))
+                first += count
         return parts
 
 

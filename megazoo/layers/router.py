@@ -1,0 +1,148 @@
+"""The router of a mixture of experts: it chooses the experts of each token, and keeps their load
+balanced."""
+
+import torch
+
+from megazoo.errors import UserError, any_of
+from megazoo.layers.auxiliary import attach_loss, collects_losses
+from megazoo.layers.layer import Layer
+from megazoo.layers.matmul import linear
+from megazoo.parallel.collectives import all_reduce_over
+from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.shard import ParameterSpec
+
+BALANCES = ("sequence", "none")
+
+
+class ReplicatedLinear(Layer):
+    """Compute y = x W^T with the whole weight on every rank.
+
+    Args:
+        in_features: size of the last dimension of x.
+        out_features: size of the last dimension of y.
+        std: standard deviation of the initial weights.
+        ctx: parallel context; default: that of the enclosing `with ctx:` block.
+
+    Shapes:
+        [..., in_features] -> [..., out_features]. Under sequence parallelism both have this rank's
+        part of the sequence.
+    """
+
+    multiplied = ("weight",)
+    weight: torch.nn.Parameter
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        std: float = 0.02,
+        ctx: ParallelContext | None = None,
+    ):
+        super().__init__(ctx)
+        self.add_parameter("weight", ParameterSpec((out_features, in_features), std=std))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.synced_parameter("weight"))
+
+
+class Router(ReplicatedLinear):
+    """Choose the experts of each token, and their weights (Shazeer et al. 2017):
+
+        probabilities = softmax(x W^T), in fp32
+        weights, chosen = the top_k largest of them
+
+    Balance "sequence" adds an auxiliary loss per row of the batch (DeepSeek-AI 2024), the same in
+    every layout:
+
+        loss = experts / (top_k T^2) * sum over the experts e of count_e * sum of probability_e
+
+    with the T tokens of the row, of which count_e chose expert e. The mean over the rows of the
+    global batch, times `balance_coefficient`, is added to the training loss, for each layer. It is
+    `balance_coefficient` if all experts have equal loads.
+
+    Args:
+        hidden_size: size of the last dimension of x.
+        experts: number of experts.
+        top_k: number of experts of each token.
+        normalize: whether the weights of a token are divided by their sum.
+        balance: "sequence" or "none".
+        balance_coefficient: factor of the auxiliary loss.
+        z_coefficient: factor of the mean over all tokens of log(sum(exp(logits)))^2, which keeps
+            the logits near 0 (Zoph et al. 2022); it is added to the training loss, for each layer.
+        std: standard deviation of the initial weights.
+        ctx: parallel context; default: that of the enclosing `with ctx:` block.
+
+    Shapes:
+        [batch, sequence, hidden] -> weights, in the dtype of x, and chosen, int64: both [batch,
+        sequence, top_k]. Under sequence parallelism all have this rank's part of the sequence.
+
+    Raises:
+        UserError: top_k is not between 1 and the number of experts, or the balance is unknown.
+    """
+
+    auxiliary_losses = ("router_balance", "router_z")
+    shown = ("top_k", "balance")
+
+    def __init__(
+        self,
+        hidden_size: int,
+        experts: int,
+        top_k: int,
+        *,
+        normalize: bool = False,
+        balance: str = "sequence",
+        balance_coefficient: float = 0.001,
+        z_coefficient: float = 0.0,
+        std: float = 0.02,
+        ctx: ParallelContext | None = None,
+    ):
+        super().__init__(hidden_size, experts, std=std, ctx=ctx)
+        if not 1 <= top_k <= experts:
+            raise UserError(f"top_k {top_k} must be from 1 to the number of experts, {experts}")
+        if balance not in BALANCES:
+            raise UserError(f"unknown router balance {balance!r}: use {any_of(BALANCES)}")
+        self.experts, self.top_k, self.normalize = experts, top_k, normalize
+        self.balance, self.balance_coefficient = balance, balance_coefficient
+        self.z_coefficient = z_coefficient
+
+    def forward(
+        self, x: torch.Tensor, is_token: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the weights and the chosen experts. is_token: as in `MixtureOfExperts`."""
+        logits = super().forward(x).float()
+        probabilities = logits.softmax(-1)
+        weights, chosen = probabilities.topk(self.top_k)
+        if self.normalize:
+            weights = weights / weights.sum(-1, keepdim=True)
+        weights = weights.to(x.dtype)
+        if not collects_losses():
+            return weights, chosen
+        if is_token is None:
+            is_token = torch.ones(chosen.shape[:-1], dtype=torch.bool, device=x.device)
+        if self.balance == "sequence" and self.balance_coefficient:
+            loss = self.balance_coefficient * self._imbalance(probabilities, chosen, is_token)
+            weights = attach_loss(weights, "router_balance", loss, over="rows")
+        if self.z_coefficient:
+            squares = torch.logsumexp(logits, -1).square().masked_fill(~is_token, 0)
+            weights = attach_loss(
+                weights, "router_z", self.z_coefficient * squares.sum(), over="tokens"
+            )
+        return weights, chosen
+
+    def _imbalance(
+        self, probabilities: torch.Tensor, chosen: torch.Tensor, is_token: torch.Tensor
+    ) -> torch.Tensor:
+        """Return this rank's part of the loss per row, summed over the rows: 0-dimensional.
+
+        The loss is linear in the probabilities, so only the counts are those of whole rows.
+        """
+        counts = torch.zeros_like(probabilities[:, 0])  # [batch, experts]
+        ones = is_token.unsqueeze(-1).expand_as(chosen).flatten(1).to(counts.dtype)
+        counts.scatter_add_(1, chosen.flatten(1), ones)
+        numbers = torch.cat([counts, is_token.sum(1, keepdim=True)], dim=1)
+        parts = [self.ctx.cp, *([self.ctx.tp] if self.ctx.sequence_parallel else [])]
+        all_reduce_over(numbers, parts)  # of the whole rows
+        counts, tokens = numbers[:, :-1], numbers[:, -1:].clamp(min=1)
+        sums = probabilities.masked_fill(~is_token.unsqueeze(-1), 0).sum(1)
+        return self.experts / self.top_k * (counts / tokens.square() * sums).sum()

@@ -1,0 +1,132 @@
+"""The parts that the families with mixtures of experts share: fields of their configs, and a block
+in which experts replace the MLP.
+
+    x = x + attention(attention_norm(x))                            each layer
+    x = x + sum over the chosen experts e of weight_e * mlp_e(mlp_norm(x))
+
+Experts are sharded over ep by experts, and over tp like an MLP. The router is replicated.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megazoo.engine.microbatch import MicroBatch
+from megazoo.errors import UserError, any_of, check_number
+from megazoo.layers import MixtureOfExperts, Router, activation_named
+from megazoo.layers.fused import CosAndSin
+from megazoo.layers.router import BALANCES
+from megazoo.models import llama
+
+MOST_EXPERTS = 4096  # of a layer; it stops a malicious config before a model is built
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsFields:
+    """Hold the fields of a family with experts, in addition to those of LlamaFamilyConfig.
+
+    Args:
+        experts: number of experts of a layer.
+        experts_per_token: number of experts that the router chooses for each token.
+        expert_size: inner features of an expert; 0: ffn_size.
+        normalize_weights: whether the weights of a token's experts are divided by their sum.
+        router_balance: how the load of the experts is balanced: see `Router`.
+        router_aux_loss_coef: factor of the auxiliary loss that balances the load.
+        router_z_loss_coef: factor of the auxiliary loss on the logits of the router.
+        sparse_step: every such layer has experts, the others have an MLP of ffn_size.
+        dense_layers: indices of further layers that have an MLP.
+        shared_size: inner features of an expert that all tokens use; 0: none.
+    """
+
+    experts: int = 8
+    experts_per_token: int = 2
+    expert_size: int = 0
+    normalize_weights: bool = True
+    router_balance: str = "sequence"
+    router_aux_loss_coef: float = 0.001
+    router_z_loss_coef: float = 0.0
+    sparse_step: int = 1
+    dense_layers: tuple[int, ...] = ()
+    shared_size: int = 0
+
+    def __post_init__(self):
+        parent: Any = super()
+        parent.__post_init__()
+        object.__setattr__(self, "dense_layers", tuple(_indices(self.dense_layers)))
+        check_number("experts", self.experts, 1, MOST_EXPERTS + 1, whole=True)
+        check_number("experts_per_token", self.experts_per_token, 1, self.experts + 1, whole=True)
+        check_number("expert_size", self.expert_size, 0, whole=True)
+        check_number("shared_size", self.shared_size, 0, whole=True)
+        check_number("sparse_step", self.sparse_step, 1, whole=True)
+        check_number("router_aux_loss_coef", self.router_aux_loss_coef, 0)
+        check_number("router_z_loss_coef", self.router_z_loss_coef, 0)
+        if self.router_balance not in BALANCES:
+            raise UserError(
+                f"unknown router_balance {self.router_balance!r}: use {any_of(BALANCES)}"
+            )
+
+    def has_experts(self, index: int) -> bool:
+        """Return whether a layer has experts instead of an MLP. index: of the layer."""
+        return (index + 1) % self.sparse_step == 0 and index not in self.dense_layers
+
+
+def _indices(layers: Any) -> Iterable[int]:
+    """Return indices of layers; UserError for anything else."""
+    if not isinstance(layers, list | tuple) or not all(type(index) is int for index in layers):
+        raise UserError(f"dense_layers must be a list of indices of layers, not {layers!r:.80}")
+    return layers
+
+
+class Block(llama.Block):
+    """A layer of llama.py in which a MixtureOfExperts, `moe`, replaces the MLP, if the config says
+    so."""
+
+    kernel_masks = True
+
+    def add_mlp(self, config: Any, index: int, residual_std: float) -> None:
+        self.is_sparse = config.has_experts(index)
+        if not self.is_sparse:
+            super().add_mlp(config, index, residual_std)
+            return
+        router = Router(
+            config.hidden_size,
+            config.experts,
+            config.experts_per_token,
+            normalize=config.normalize_weights,
+            balance=config.router_balance,
+            balance_coefficient=config.router_aux_loss_coef,
+            z_coefficient=config.router_z_loss_coef,
+        )
+        self.moe = MixtureOfExperts(
+            config.hidden_size,
+            config.expert_size or config.ffn_size,
+            router,
+            activation_named(config.activation),
+            shared_size=config.shared_size,
+            output_std=residual_std,
+        )
+
+    def forward(
+        self, x: torch.Tensor, batch: MicroBatch, rotary: CosAndSin, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        normed = self.attention_norm(x)
+        x = x + self.attention(normed, batch.dropout_seed, rotary, mask, batch.cache)
+        normed = self.mlp_norm(x)
+        if not self.is_sparse:
+            return x + self.mlp(normed)
+        return x + self.moe(normed, batch.is_token(self.ctx))
+
+
+class SparseLlama(llama.Llama):
+    """Base class of the families of llama.py with experts."""
+
+    @classmethod
+    def stage_costs(cls, config: Any) -> tuple[float, float, float]:
+        layer, first, last = super().stage_costs(config)
+        mlp = 3 * config.hidden_size * config.ffn_size
+        active = config.experts_per_token * (config.expert_size or config.ffn_size)
+        sparse = config.hidden_size * (config.experts + 3 * (active + config.shared_size))
+        count = sum(config.has_experts(index) for index in range(config.layers))
+        return layer + count / config.layers * (sparse - mlp), first, last

@@ -1,0 +1,59 @@
+"""Mixtures of experts in Hugging Face directories: names of tensors and fields of config.json."""
+
+from typing import Any
+
+from megazoo.models.hugging_face.config import ConfigReader
+from megazoo.models.hugging_face.names import HFNames
+
+# of one expert: its number replaces []
+NAMES = {
+    "layers.{}.moe.router": HFNames("model.layers.{}.mlp.gate"),
+    "layers.{}.moe.gate_up": HFNames(
+        "model.layers.{}.mlp.experts.[].gate_proj", "model.layers.{}.mlp.experts.[].up_proj"
+    ),
+    "layers.{}.moe.down": HFNames("model.layers.{}.mlp.experts.[].down_proj"),
+}
+SHARED_NAMES = {
+    "layers.{}.moe.shared.gate_up": HFNames(
+        "model.layers.{}.mlp.shared_expert.gate_proj", "model.layers.{}.mlp.shared_expert.up_proj"
+    ),
+    "layers.{}.moe.shared.down": HFNames("model.layers.{}.mlp.shared_expert.down_proj"),
+    "layers.{}.moe.shared_gate": HFNames("model.layers.{}.mlp.shared_expert_gate"),
+}
+MIXTRAL_NAMES = {
+    "layers.{}.moe.router": HFNames("model.layers.{}.block_sparse_moe.gate"),
+    "layers.{}.moe.gate_up": HFNames(
+        "model.layers.{}.block_sparse_moe.experts.[].w1",
+        "model.layers.{}.block_sparse_moe.experts.[].w3",
+    ),
+    "layers.{}.moe.down": HFNames("model.layers.{}.block_sparse_moe.experts.[].w2"),
+}
+FIELDS = {"num_experts_per_tok": "experts_per_token", "router_aux_loss_coef": "router_aux_loss_coef"}
+QWEN_FIELDS = {
+    "moe_intermediate_size": "expert_size",
+    "norm_topk_prob": "normalize_weights",
+    "decoder_sparse_step": "sparse_step",
+}
+
+
+def read_experts(
+    fields: ConfigReader, config_class: type, more: dict[str, str] | None = None
+) -> dict[str, Any]:
+    """Return the values of ExpertsFields. Raises UserError for a field that is not supported.
+
+    config_class: class of the config, with the defaults of transformers. more: further fields that
+    the family has, with their megazoo names.
+    """
+    values = fields.renamed(FIELDS | (more or {}), config_class)
+    fields.take("output_router_logits", False)  # training always adds the auxiliary loss
+    default = fields.take("num_experts", getattr(config_class, "experts", 0))
+    values["experts"] = fields.take("num_local_experts", default)
+    return values
+
+
+def write_experts(config: Any, count: str, more: dict[str, str] | None = None) -> dict[str, Any]:
+    """Return the fields from which `read_experts` reads a config. count: the name of the field with
+    the number of experts."""
+    names = FIELDS | (more or {})
+    values = {theirs: getattr(config, ours) for theirs, ours in names.items()}
+    return values | {count: config.experts}

@@ -1,0 +1,57 @@
+"""Mixtral (Jiang et al. 2024): Mistral with experts instead of the MLP.
+
+The router chooses 2 of 8 experts for each token, and divides their weights by their sum: see
+experts.py. Everything else is as in mistral.py. The published models have no window.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megazoo.models import experts, mistral
+from megazoo.models.hugging_face import experts as hugging_face_experts
+from megazoo.models.hugging_face import llama as hugging_face
+from megazoo.models.hugging_face.config import ConfigReader
+from megazoo.models.hugging_face.windows import read_window
+from megazoo.models.registry import register
+
+
+@dataclass(frozen=True)
+class MixtralConfig(experts.ExpertsFields, mistral.MistralConfig):
+    """Configure a Mixtral. The defaults are those of transformers."""
+
+    norm_epsilon: float = 1e-5
+    rope_theta: float = 1e6
+    window: int = 0  # tokens that a query attends to, itself included; 0: all before it
+
+    @classmethod
+    def from_hugging_face(cls, fields: ConfigReader) -> "MixtralConfig":
+        values = hugging_face.read_config(fields, cls)
+        fields.only("router_jitter_noise", 0.0)
+        window = read_window(fields, 0) if "sliding_window" in fields.values else 0
+        return cls(**values, window=window, **hugging_face_experts.read_experts(fields, cls))
+
+    def to_hugging_face(self) -> dict:
+        config = hugging_face.write_config(self, "mixtral")
+        own = hugging_face_experts.write_experts(self, "num_local_experts")
+        return {**config, **own, "sliding_window": self.window or None}
+
+
+class Block(experts.Block, mistral.Block):
+    kernel_masks = True
+
+
+@register("mixtral")
+class Mixtral(experts.SparseLlama):
+    Config, Block = MixtralConfig, Block
+    HUGGING_FACE_NAMES: ClassVar = hugging_face.NAMES | hugging_face_experts.MIXTRAL_NAMES
+    presets = {
+        "mixtral-tiny": MixtralConfig(
+            vocab_size=257, max_positions=256, hidden_size=128, layers=4, heads=4, kv_heads=2,
+            ffn_size=192, experts=4,
+        ),
+        "mixtral-8x7b": MixtralConfig(max_positions=32768, router_aux_loss_coef=0.02),
+        "mixtral-8x22b": MixtralConfig(
+            vocab_size=32768, max_positions=65536, hidden_size=6144, layers=56, heads=48,
+            ffn_size=16384,
+        ),
+    }  # fmt: skip
