@@ -15,11 +15,14 @@ from megazoo.models.mixtral import Mixtral
 from megazoo.models.mpt import MPT
 from megazoo.models.olmo2 import Olmo2
 from megazoo.models.olmo3 import Olmo3
+from megazoo.models.olmoe import Olmoe
 from megazoo.models.phi3 import Phi3
 from megazoo.models.pretrained import from_parallelized, from_pretrained
 from megazoo.models.pythia import Pythia
 from megazoo.models.qwen2 import Qwen2
+from megazoo.models.qwen2_moe import Qwen2Moe
 from megazoo.models.qwen3 import Qwen3
+from megazoo.models.qwen3_moe import Qwen3Moe
 from megazoo.models.registry import (
     FAMILIES,
     config_from_dict,
@@ -47,10 +50,13 @@ __all__ = [
     "ModelConfig",
     "Olmo2",
     "Olmo3",
+    "Olmoe",
     "Phi3",
     "Pythia",
     "Qwen2",
+    "Qwen2Moe",
     "Qwen3",
+    "Qwen3Moe",
     "config_from_dict",
     "config_from_file",
     "config_from_hugging_face",

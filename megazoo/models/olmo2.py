@@ -12,7 +12,7 @@ llama.py.
 """
 
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -59,6 +59,17 @@ class OlmoNorm(RMSNorm):
         return rms_norm(x.float(), weight, self.eps).to(x.dtype)
 
 
+def norms_of_heads(config: Any) -> dict[str, Any]:
+    """Return the arguments of CausalSelfAttention that normalise queries, and keys, over all heads
+    together."""
+    c, size = config, config.head_size or config.hidden_size // config.heads
+    query_unit, key_unit, _ = units_of_heads(c.heads, c.kv_heads, size)
+    return {
+        "q_norm": HeadwiseRMSNorm(c.heads * size, query_unit, c.norm_epsilon),
+        "k_norm": HeadwiseRMSNorm(c.kv_heads * size, key_unit, c.norm_epsilon),
+    }
+
+
 class Block(llama.Block):
     kernel_masks = True
 
@@ -68,12 +79,7 @@ class Block(llama.Block):
         self.mlp_norm = OlmoNorm(config.hidden_size, config.norm_epsilon)
 
     def attention_settings(self, config: Olmo2Config, index: int) -> dict:
-        c, size = config, config.head_size or config.hidden_size // config.heads
-        query_unit, key_unit, _ = units_of_heads(c.heads, c.kv_heads, size)
-        return {
-            "q_norm": HeadwiseRMSNorm(c.heads * size, query_unit, c.norm_epsilon),
-            "k_norm": HeadwiseRMSNorm(c.kv_heads * size, key_unit, c.norm_epsilon),
-        }
+        return norms_of_heads(config)
 
     def forward(
         self, x: torch.Tensor, batch: MicroBatch, rotary: CosAndSin, mask: torch.Tensor | None

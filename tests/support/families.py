@@ -156,6 +156,77 @@ TWINS |= {
             tie_word_embeddings=False,
         ),
     ),
+    "mixtral": ("Mixtral", dict(num_key_value_heads=2, num_local_experts=4)),
+    "mixtral, one of five, window": (
+        "Mixtral",
+        dict(
+            num_key_value_heads=1, num_local_experts=5, num_experts_per_tok=1, sliding_window=5,
+            head_dim=12,
+        ),
+    ),
+    "mixtral, four of six, tied": (
+        "Mixtral",
+        dict(
+            num_key_value_heads=4, num_local_experts=6, num_experts_per_tok=4,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "qwen2_moe, dense between": (
+        "Qwen2Moe",
+        dict(
+            num_key_value_heads=2, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24,
+            shared_expert_intermediate_size=24, decoder_sparse_step=2,
+        ),
+    ),
+    "qwen2_moe, first dense": (
+        "Qwen2Moe",
+        dict(
+            num_key_value_heads=4, num_experts=5, num_experts_per_tok=4, moe_intermediate_size=16,
+            shared_expert_intermediate_size=40, mlp_only_layers=[0], norm_topk_prob=True,
+        ),
+    ),
+    "qwen2_moe, one of four, tied": (
+        "Qwen2Moe",
+        dict(
+            num_key_value_heads=1, num_experts=4, num_experts_per_tok=1, moe_intermediate_size=24,
+            shared_expert_intermediate_size=48, tie_word_embeddings=True,
+        ),
+    ),
+    "qwen3_moe, wide heads": (
+        "Qwen3Moe",
+        dict(
+            num_key_value_heads=2, head_dim=16, num_experts=8, num_experts_per_tok=2,
+            moe_intermediate_size=16, norm_topk_prob=True,
+        ),
+    ),
+    "qwen3_moe, window, dense between": (
+        "Qwen3Moe",
+        dict(
+            num_key_value_heads=4, num_experts=6, num_experts_per_tok=4, moe_intermediate_size=24,
+            mlp_only_layers=[1], use_sliding_window=True, sliding_window=6, attention_bias=True,
+        ),
+    ),
+    "qwen3_moe, one of four, tied": (
+        "Qwen3Moe",
+        dict(
+            num_key_value_heads=1, num_experts=4, num_experts_per_tok=1, moe_intermediate_size=16,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "olmoe": (
+        "Olmoe", dict(num_key_value_heads=4, num_experts=8, num_experts_per_tok=2)
+    ),
+    "olmoe, grouped, normalised": (
+        "Olmoe",
+        dict(num_key_value_heads=2, num_experts=6, num_experts_per_tok=4, norm_topk_prob=True),
+    ),
+    "olmoe, one of four, tied": (
+        "Olmoe",
+        dict(
+            num_key_value_heads=1, num_experts=4, num_experts_per_tok=1, attention_bias=True,
+            tie_word_embeddings=True,
+        ),
+    ),
 }  # fmt: skip
 # The names of some sizes, None for those that the config has not.
 OTHER_NAMES = {
@@ -174,6 +245,7 @@ REPEATS = {"bloom, after the norms", "bloom, six heads, tied"}
 SEEDS = dict(zip(TWINS, (
     13, 6, 1, 8, 13, 18, 6, 18, 11, 74, 18, 6,
     10, 2, 2, 10, 64, 21, 4, 59, 49, 1, 1, 118, 1, 1, 1, 92, 1, 1, 63, 57, 6,
+    1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
 ), strict=True))  # fmt: skip
 ONE_OF_EACH = [
     "mistral, window",
@@ -187,6 +259,10 @@ ONE_OF_EACH = [
     "phi3, half of a head",
     "bloom",
     "falcon, new, biases",
+    "mixtral",
+    "qwen2_moe, dense between",
+    "qwen3_moe, wide heads",
+    "olmoe, grouped, normalised",
 ]
 
 

@@ -33,7 +33,9 @@ QWEN_FIELDS = {
     "moe_intermediate_size": "expert_size",
     "norm_topk_prob": "normalize_weights",
     "decoder_sparse_step": "sparse_step",
+    "mlp_only_layers": "dense_layers",
 }
+LIST = "mlp_only_layers"
 
 
 def read_experts(
@@ -44,7 +46,10 @@ def read_experts(
     config_class: class of the config, with the defaults of transformers. more: further fields that
     the family has, with their megazoo names.
     """
-    values = fields.renamed(FIELDS | (more or {}), config_class)
+    names = FIELDS | (more or {})
+    values = {ours: fields.take(theirs) for theirs, ours in names.items() if theirs == LIST}
+    values = {ours: value or () for ours, value in values.items()}
+    values |= fields.renamed({t: o for t, o in names.items() if t != LIST}, config_class)
     fields.take("output_router_logits", False)  # training always adds the auxiliary loss
     default = fields.take("num_experts", getattr(config_class, "experts", 0))
     values["experts"] = fields.take("num_local_experts", default)

@@ -132,7 +132,7 @@ def write_config(config: Any, model_type: str) -> dict[str, Any]:
     values["rms_norm_eps"] = float(config.norm_epsilon)
     scaling = config.rope_scaling or {}
     rope = {"rope_type": "default", **scaling, "rope_theta": config.rope_theta}
-    head = head_to_hugging_face(
-        config, f"{model_type.removesuffix('_text').capitalize()}ForCausalLM"
-    )
+    words = model_type.removesuffix("_text").split("_")
+    family = "".join(word.capitalize() for word in words)
+    head = head_to_hugging_face(config, f"{family}ForCausalLM")
     return {**head, "model_type": model_type, **values, "rope_parameters": rope}

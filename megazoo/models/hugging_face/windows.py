@@ -20,6 +20,15 @@ def read_window(fields: ConfigReader, default: int) -> int:
     return 0 if "sliding_window" in fields.nulls else window
 
 
+def read_common_window(fields: ConfigReader) -> int:
+    """Return the window of all layers in tokens, or 0 (all tokens), as in Qwen3-MoE."""
+    fields.take("max_window_layers")  # has no effect
+    if fields.take("use_sliding_window", False):
+        return read_window(fields, 4096)
+    fields.take("sliding_window")  # has no effect
+    return 0
+
+
 def read_layer_types(fields: ConfigReader, layers: int) -> dict[str, Any]:
     """Return `window` and `full_layers` of a config, as in Qwen: the first layers attend to all
     tokens, the later ones have a window. Raises UserError for another order of layers.

@@ -1,0 +1,69 @@
+"""OLMoE (Muennighoff et al. 2024): LLaMA with experts instead of the MLP, and with normalised
+queries and keys.
+
+Queries are normalised over all heads together, and keys too, as in olmo2.py. See experts.py;
+everything else is as in llama.py.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megazoo.models import experts, llama, olmo2
+from megazoo.models.hugging_face import experts as hugging_face_experts
+from megazoo.models.hugging_face import llama as hugging_face
+from megazoo.models.hugging_face.config import ConfigReader
+from megazoo.models.hugging_face.names import HFNames
+from megazoo.models.registry import register
+
+FIELDS = {"norm_topk_prob": "normalize_weights"}
+NAMES = hugging_face.NAMES | {
+    "layers.{}.attention.q_norm": HFNames("model.layers.{}.self_attn.q_norm"),
+    "layers.{}.attention.k_norm": HFNames("model.layers.{}.self_attn.k_norm"),
+}
+
+
+@dataclass(frozen=True)
+class OlmoeConfig(experts.ExpertsFields, llama.LlamaFamilyConfig):
+    """Configure an OLMoE. The defaults are those of transformers."""
+
+    vocab_size: int = 50304
+    max_positions: int = 4096
+    hidden_size: int = 2048
+    layers: int = 16
+    heads: int = 16
+    ffn_size: int = 2048  # of an expert
+    norm_epsilon: float = 1e-5
+    attention_bias: bool = False  # on qkv and output
+    experts: int = 64
+    experts_per_token: int = 8
+    normalize_weights: bool = False
+    router_aux_loss_coef: float = 0.01
+
+    @classmethod
+    def from_hugging_face(cls, fields: ConfigReader) -> "OlmoeConfig":
+        values = hugging_face.read_config(fields, cls)
+        fields.only("clip_qkv", None)
+        return cls(**values, **hugging_face_experts.read_experts(fields, cls, FIELDS))
+
+    def to_hugging_face(self) -> dict:
+        values = hugging_face.write_config(self, "olmoe")
+        return values | hugging_face_experts.write_experts(self, "num_experts", FIELDS)
+
+
+class Block(experts.Block):
+    kernel_masks = True
+
+    def attention_settings(self, config: OlmoeConfig, index: int) -> dict:
+        return olmo2.norms_of_heads(config)
+
+
+@register("olmoe")
+class Olmoe(experts.SparseLlama):
+    Config, Block = OlmoeConfig, Block
+    HUGGING_FACE_NAMES: ClassVar = NAMES | hugging_face_experts.NAMES
+    presets = {
+        "olmoe-tiny": OlmoeConfig(
+            257, 256, 128, 4, 4, ffn_size=96, experts=8, experts_per_token=2
+        ),
+        "olmoe-1b-7b": OlmoeConfig(ffn_size=1024),
+    }  # fmt: skip

@@ -1,0 +1,71 @@
+"""Qwen3-MoE (Yang et al. 2025): Qwen3 with experts instead of the MLP.
+
+See experts.py; everything else is as in qwen3.py.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megazoo.errors import UserError
+from megazoo.models import experts, qwen3
+from megazoo.models.hugging_face import experts as hugging_face_experts
+from megazoo.models.hugging_face import llama as hugging_face
+from megazoo.models.hugging_face.config import ConfigReader
+from megazoo.models.hugging_face.windows import read_common_window
+from megazoo.models.registry import register
+
+FIELDS = hugging_face_experts.QWEN_FIELDS
+
+
+@dataclass(frozen=True)
+class Qwen3MoeConfig(experts.ExpertsFields, qwen3.Qwen3Config):
+    """Configure a Qwen3-MoE. The defaults are those of transformers."""
+
+    hidden_size: int = 2048
+    layers: int = 24
+    kv_heads: int = 4
+    head_size: int = 0  # 0: hidden_size / heads
+    ffn_size: int = 6144  # of layers without experts
+    experts: int = 128
+    experts_per_token: int = 8
+    expert_size: int = 768
+    normalize_weights: bool = False
+
+    @classmethod
+    def from_hugging_face(cls, fields: ConfigReader) -> "Qwen3MoeConfig":
+        values = hugging_face.read_config(fields, cls)
+        values |= hugging_face_experts.read_experts(fields, cls, FIELDS)
+        return cls(**values, window=read_common_window(fields))
+
+    def to_hugging_face(self) -> dict:
+        values = hugging_face.write_config(self, "qwen3_moe")
+        if self.full_layers and self.window:
+            raise UserError(
+                f"full_layers {self.full_layers} is not supported by transformers for qwen3_moe: "
+                "use 0"
+            )
+        window = {"use_sliding_window": bool(self.window), "sliding_window": self.window or None}
+        return values | hugging_face_experts.write_experts(self, "num_experts", FIELDS) | window
+
+
+class Block(experts.Block, qwen3.Block):
+    kernel_masks = True
+
+
+@register("qwen3_moe")
+class Qwen3Moe(experts.SparseLlama):
+    Config, Block = Qwen3MoeConfig, Block
+    HUGGING_FACE_NAMES: ClassVar = qwen3.NAMES | hugging_face_experts.NAMES
+    presets = {
+        "qwen3_moe-tiny": Qwen3MoeConfig(
+            257, 256, 128, 4, 4, 2, 48, 384, experts=8, experts_per_token=2, expert_size=96,
+            normalize_weights=True,
+        ),
+        "qwen3-30b-a3b": Qwen3MoeConfig(
+            max_positions=40960, layers=48, head_size=128, rope_theta=1e6, normalize_weights=True
+        ),
+        "qwen3-235b-a22b": Qwen3MoeConfig(
+            max_positions=40960, hidden_size=4096, layers=94, heads=64, head_size=128,
+            ffn_size=12288, rope_theta=1e6, expert_size=1536, normalize_weights=True,
+        ),
+    }  # fmt: skip
