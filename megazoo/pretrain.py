@@ -117,6 +117,7 @@ def start_ranks(run: Run) -> ParallelContext:
         virtual_pipeline_size=parallel.virtual_pp,
         placement=placement_named_by(parallel.schedule),
         stage_layers=parse_stage_layers(parallel.stage_layers),
+        folded=parallel.folded,
         device=parallel.device,
         timeout=timedelta(seconds=parallel.timeout),
     )

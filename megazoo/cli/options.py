@@ -44,7 +44,8 @@ class ModelOptions:
 
     model: Name = None
     """Model family: gpt2 (the default), llama, mpt, mistral, qwen2, qwen3, pythia, gemma2, gemma3,
-    olmo2, olmo3, phi3, bloom, falcon, or one that --import registers. Without --preset and --load
+    olmo2, olmo3, phi3, bloom, falcon, mixtral, qwen2_moe, qwen3_moe, olmoe, or one that --import
+    registers. Without --preset and --load
     it selects the family's tiny preset."""
     import_: Annotated[File, tyro.conf.arg(name="import")] = None
     """Python file to run before training. It may register a model (megazoo.register) and callbacks
@@ -68,6 +69,20 @@ class ModelOptions:
     """Hidden size of the MLP. In GPT-2 it is 4 x --hidden-size. --tp need not divide it."""
     vocab_size: Size = None
     """Number of tokens in the vocabulary. --tp need not divide it."""
+    experts: Size = None
+    """Number of experts of a layer, in a model with experts. --ep must divide it."""
+    experts_per_token: Size = None
+    """Number of experts that each token uses."""
+    expert_size: Size = None
+    """Hidden size of an expert."""
+    router_balance: Literal["sequence", "none"] | None = None
+    """How the load of the experts is balanced. sequence: by an auxiliary loss per row, the same in
+    every layout. none: not at all."""
+    router_aux_loss_coef: Annotated[float | None, unset("FLOAT", "that of the model")] = None
+    """Factor of the auxiliary loss that balances the load of the experts."""
+    router_z_loss_coef: Annotated[float | None, unset("FLOAT", "that of the model")] = None
+    """Factor of an auxiliary loss that keeps the logits of the routers near 0: the mean over the
+    tokens of log(sum(exp(logits)))^2."""
     max_positions: Size = None
     """Maximum sequence length of the model, in tokens. RoPE scaling may extend it."""
     dropout: Rate = None
@@ -100,6 +115,9 @@ class ParallelOptions:
     """How attention works across context-parallel ranks. allgather: gather the keys and values of
     all ranks. ulysses: exchange heads (all-to-all), so that each rank attends over the full
     sequence with some of the heads."""
+    ep: int = 1
+    """Expert-parallel size: number of ranks that the experts of each layer are sharded over. These
+    ranks are a part of dp x cp, which --ep must divide."""
     stage_layers: str = "balanced"
     """How layers are assigned to pipeline stages. balanced: by estimated cost. uniform: by number
     of layers. Or the number of layers of each stage, such as 5,6,6,5."""
@@ -131,6 +149,11 @@ class ParallelOptions:
     def replica(self) -> int:
         """The number of ranks per replica."""
         return self.tp * self.pp * self.cp
+
+    @property
+    def folded(self) -> dict[str, int]:
+        """The axes that are folded into dp x cp, with their sizes."""
+        return {"ep": self.ep} if self.ep > 1 else {}
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """Plan a run from its settings, and format the plan as text."""
 
 from megazoo.cli.options import Options, default_dtype
-from megazoo.cli.rules import parse_stage_layers
+from megazoo.cli.rules import check_expert_parallel, parse_stage_layers
 from megazoo.cli.settings import Settings
 from megazoo.cli.text import ranges, size, table, without
 from megazoo.lora.settings import LoRASettings
@@ -85,7 +85,9 @@ def plan_of(planner: Planner, options: Options, dp: int, device: str) -> Plan:
         virtual=parallel.virtual_pp,
         placement=placement_named_by(parallel.schedule),
         stage_layers=parse_stage_layers(parallel.stage_layers),
+        folded=parallel.folded,
     )
+    check_expert_parallel(planner.config, parallel.ep, dp, parallel.cp)
     planner.check(layout, run)
     return planner.plan(layout, run)
 
@@ -100,6 +102,7 @@ def plan_lines(plan: Plan) -> list[str]:
     """Return a plan as lines: a table with one row per group of equal ranks, and notes."""
     layout, batch = plan.layout, plan.batch
     sizes = product_of(layout["tp"], layout["pp"], layout["dp"], layout["cp"])
+    sizes += "".join(f", {axis} {size}" for axis, size in layout.get("folded", {}).items())
     rows = [PLAN_COLUMNS]
     for rank in plan.ranks:
         row = [
@@ -122,7 +125,7 @@ def plan_lines(plan: Plan) -> list[str]:
             size(rank.sent_dp),
         ]
         rows.append([str(cell) for cell in row])
-    if layout["cp"] == 1:
+    if layout["cp"] == 1 and "folded" not in layout:
         rows = without(rows, "sent cp")
     count, trained = parameters_of(plan.parameters, plan.adapter_parameters), ""
     if plan.trainable_parameters < plan.parameters:

@@ -11,18 +11,19 @@ from megazoo.cli.adapters import NO_WEIGHTS, Weights, check_trained
 from megazoo.cli.flags import flag_of
 from megazoo.cli.options import ModelOptions, Options
 from megazoo.data.text_files import is_streamed
-from megazoo.errors import UserError
+from megazoo.errors import UserError, any_of
 from megazoo.files import brief, reason_of
 from megazoo.lazy import is_installed
 from megazoo.models.pretrained import with_labels
-from megazoo.models.registry import find_config, tiny_preset
+from megazoo.models.registry import FAMILIES, family_of, find_config, tiny_preset
 from megazoo.models.rules import check_batch, check_layout, check_offload, check_sequence
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.schedule import placement_named_by
 
 AT_LEAST_1 = (
-    "tp pp virtual_pp cp dp steps epochs global_batch_size micro_batch_size seq_length "
-    "log_interval hidden_size layers heads kv_heads ffn_size vocab_size max_positions num_labels "
+    "tp pp virtual_pp cp ep dp steps epochs global_batch_size micro_batch_size seq_length "
+    "log_interval hidden_size layers heads kv_heads ffn_size experts experts_per_token expert_size "
+    "vocab_size max_positions num_labels "
     "recompute_interval initial_loss_scale loss_scale_window hysteresis ns_steps"
 ).split()
 # Far above the needs of any run, and small enough that no value computed from them overflows.
@@ -34,6 +35,7 @@ AT_MOST = {
     "pp": 1024,
     "virtual_pp": 1024,
     "cp": 2**16,
+    "ep": 2**16,
     "dp": 2**20,
     "global_batch_size": 2**30,
     "micro_batch_size": 2**20,
@@ -95,7 +97,7 @@ def model_config(options: ModelOptions, source=None):
 
     Args:
         options: Settings of the model. With a source they must agree with its config, except for
-            the dropout. A classifier may be built on a language model.
+            the dropout and the balance of experts. A classifier may be built on a language model.
         source: Result of `open_source`, or None.
 
     Raises:
@@ -128,9 +130,10 @@ def model_config(options: ModelOptions, source=None):
     rates = [f.name for f in fields(base) if f.name.endswith("dropout")]
     if dropout is not None:
         sizes |= dict.fromkeys(rates, dropout)
+    of_training = [*rates, *(f.name for f in fields(base) if f.name.startswith("router_"))]
     config = replace(base, **sizes)
     for f in fields(config) if saved else ():
-        if f.name not in rates and getattr(config, f.name) != getattr(saved, f.name):
+        if f.name not in of_training and getattr(config, f.name) != getattr(saved, f.name):
             wanted, found = getattr(config, f.name), getattr(saved, f.name)
             raise UserError(
                 f"{flag_of(f.name)} is {wanted}, but {f.name} is {found} in the checkpoint "
@@ -154,6 +157,7 @@ def check_run(
     """
     parallel, training = options.parallel, options.training
     check_offload(options.optimizer.optimizer, parallel.offload_optimizer)
+    check_expert_parallel(config, parallel.ep, dp, parallel.cp)
     is_muon, muon_lr = options.optimizer.optimizer == "muon", options.optimizer.muon_lr
     if is_muon and muon_lr is None:
         raise UserError(
@@ -165,11 +169,13 @@ def check_run(
     layout = ParallelContext.virtual(
         parallel.tp,
         parallel.pp,
+        dp if parallel.folded else 1,
         cp=parallel.cp,
         cp_method=parallel.cp_method,
         virtual=parallel.virtual_pp,
         placement=placement_named_by(parallel.schedule),
         stage_layers=parse_stage_layers(parallel.stage_layers),
+        folded=parallel.folded,
     )
     check_layout(model, config, layout, parallel.schedule)
     check_trained(options, config, weights)
@@ -195,6 +201,20 @@ def check_run(
         )
     _check_outputs(options)
     _check_weights_stay(options, weights)
+
+
+def check_expert_parallel(config, ep: int, dp: int, cp: int) -> None:
+    """Raise UserError if the experts of a model can't be sharded over ep, or if it has none."""
+    if ep == 1:
+        return
+    if dp * cp % ep:
+        fits = [size for size in range(1, dp * cp + 1) if dp * cp % size == 0]
+        raise UserError(f"--ep {ep} does not divide dp x cp = {dp * cp}: use --ep {any_of(fits)}")
+    model = FAMILIES[family_of(config)].on_meta(config, ParallelContext())
+    if not any(entry.spec.shard_over("ep") for entry in model.entries()):
+        raise UserError(
+            f"--ep {ep} cannot be used with {family_of(config)}, which has no experts: use --ep 1"
+        )
 
 
 def _check_weights_stay(options: Options, weights: Weights) -> None:

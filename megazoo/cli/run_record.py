@@ -58,7 +58,8 @@ BESIDE = (
 # Settings that a resumed run may change: its end, and settings stored in its checkpoint.
 CARRIED = "steps epochs tokenizer".split()
 LAYOUT = (
-    "tp pp virtual_pp cp cp_method stage_layers sequence_parallel schedule zero offload_optimizer"
+    "tp pp virtual_pp cp cp_method ep stage_layers sequence_parallel schedule zero "
+    "offload_optimizer"
 ).split()
 
 

@@ -36,8 +36,7 @@ class AuxiliaryLosses:
             )
         if over not in self.counts:
             raise UserError(
-                f"an auxiliary loss can't be a mean over {over!r}: use "
-                "labels, tokens or rows"
+                f"an auxiliary loss can't be a mean over {over!r}: use labels, tokens or rows"
             )
         if not is_replaying():
             self.means[name] += total.detach().double() / self.counts[over]

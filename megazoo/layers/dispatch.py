@@ -71,12 +71,14 @@ class Dispatch:
         self.order, self.back = _sorted(rows)
         self.counts = rows.new_zeros(experts).scatter_add_(0, rows, torch.ones_like(rows))
         axis = ctx.folded.get(AXIS)
-        self.axis = axis if axis is not None and axis.size > 1 else None
-        if self.axis is None:
+        self.axis = None
+        if axis is None or axis.size == 1:
             return
-        ranks, own = self.axis.size, experts // self.axis.size
+        self.axis = axis
+        ranks, own, group = axis.size, experts // axis.size, axis.group
+        assert group  # there are several ranks
         leaving = self.counts.view(ranks, own)
-        arriving = exchange_parts(leaving, self.axis.group, [1] * ranks, [1] * ranks)
+        arriving = exchange_parts(leaving, group, [1] * ranks, [1] * ranks)
         self.sends, self.receives = _sizes(leaving, len(rows)), _sizes(arriving, len(rows))
         self.counts = arriving.sum(0)
         # the received rows are in the order of the ranks, and of each rank in that of the experts

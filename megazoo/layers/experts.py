@@ -81,8 +81,7 @@ class _StackedLinear(Layer):
         if shape[0] % ranks:
             fits = [size for size in range(1, shape[0] + 1) if shape[0] % size == 0]
             raise UserError(
-                f"{shape[0]} experts can't be split evenly over ep {ranks}: "
-                f"use ep {any_of(fits)}"
+                f"{shape[0]} experts can't be split evenly over ep {ranks}: use ep {any_of(fits)}"
             )
         self.token_share = share
         by_expert = Shard(0, shape[:1], axis=AXIS)
@@ -237,9 +236,7 @@ class MixtureOfExperts(Layer):
             return y
         return y + self.shared_gate(x).sigmoid() * self.shared(x)
 
-    def _routed(
-        self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor
-    ) -> torch.Tensor:
+    def _routed(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """Return the weighted sum of the chosen experts."""
         x = enter_tensor_parallel(x, self.ctx)
         weights = enter_tensor_parallel(weights, self.ctx)

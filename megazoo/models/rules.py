@@ -16,6 +16,8 @@ def check_layout(family: type[Model], config: Any, layout: ParallelContext, sche
     # Each of these calls raises UserError for an invalid layout.
     check_schedule(schedule, pp, virtual)
     family.all_stages(config, layout)
+    if layout.folded:  # each of its ranks needs equally many experts
+        family.on_meta(config, layout)
     if layout.cp_size > 1 and layout.cp_method == "ulysses":  # each rank needs a head
         of_ulysses = ParallelContext.virtual(tp, cp=layout.cp_size, cp_method="ulysses")
         family.on_meta(config, of_ulysses)

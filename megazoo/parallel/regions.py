@@ -164,7 +164,10 @@ def enter_tensor_parallel(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor
 
 def gather_entering(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
     """Return a tensor without a gradient, such as indices, as `enter_tensor_parallel` returns x."""
-    return all_gather_sequence(x, ctx.tp_group) if ctx.sequence_parallel else x
+    if not ctx.sequence_parallel:
+        return x
+    assert ctx.tp_group  # tp is above 1
+    return all_gather_sequence(x, ctx.tp_group)
 
 
 def leave_tensor_parallel(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
@@ -245,9 +248,7 @@ def reduce_from_context(x: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
     return _apply(_Reduce, x, ctx.cp_group) if ctx.cp_size > 1 else x
 
 
-def exchange(
-    x: torch.Tensor, axis: Axis, sends: list[int], receives: list[int]
-) -> torch.Tensor:
+def exchange(x: torch.Tensor, axis: Axis, sends: list[int], receives: list[int]) -> torch.Tensor:
     """Send sends[r] rows of x to each rank r of an axis, and return the received rows, receives[r]
     from each rank r (all-to-all): [sum of sends, ...] -> [sum of receives, ...]. The gradient is
     exchanged in reverse."""

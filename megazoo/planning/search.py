@@ -3,6 +3,8 @@
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
 
 import torch
 
@@ -39,6 +41,7 @@ class FoundLayout:
     pp: int
     cp: int
     dp: int
+    ep: int
     virtual_pp: int
     recompute: str
     sequence_parallel: bool
@@ -78,6 +81,7 @@ def find_layouts(
     - cp: powers of two, until one fits without recomputation. A larger cp is yielded only if it
       needs less recomputation than a smaller one. No rank gets less than SHORTEST_PART tokens.
     - dp: the remaining ranks.
+    - ep: powers of two that divide dp x cp and the number of experts.
     - virtual-pp: up to LARGEST_VIRTUAL_PP, if it divides the layers.
     - recompute: the least that fits.
     - Sequence parallelism and ZeRO-1: on if tp or dp x cp allow it, because they do not send more
@@ -104,7 +108,10 @@ def find_layouts(
     for tp in (1 << n for n in range(LARGEST_TP.bit_length())):
         fastest, depth = math.inf, 0  # the time of the fastest, and its pp
         for pp in range(1, min(gpus, layers, LARGEST_PP) + 1):
-            if gpus % (tp * pp) or least_memory > tp * pp * memory:
+            if gpus % (tp * pp):
+                continue
+            most_ep = _sizes_of_ep(planner.config, gpus // (tp * pp))[-1]
+            if least_memory > tp * pp * most_ep * memory:
                 continue
             least, cp = len(MODES), 1  # least: the recomputation that a smaller cp needs
             while least > 0 and gpus % (tp * pp * cp) == 0:
@@ -137,12 +144,12 @@ def _of_sizes(
     gpu: GPU,
     cp_method: str,
 ) -> Iterator[FoundLayout]:
-    """Yield the layouts that fit, one per virtual-pp. sizes: tp, pp, cp and dp."""
+    """Yield the layouts that fit, one per virtual-pp and ep. sizes: tp, pp, cp and dp."""
     tp, pp, cp, dp = sizes
     layers = planner.config.layers
     virtual = [v for v in range(2, LARGEST_VIRTUAL_PP + 1) if pp > 1 and layers % (pp * v) == 0]
     run = replace(run, zero=int(dp * cp > 1))
-    for virtual_pp in (1, *virtual):
+    for virtual_pp, ep in product((1, *virtual), _sizes_of_ep(planner.config, dp * cp)):
         try:
             layout = ParallelContext.virtual(
                 tp,
@@ -153,6 +160,7 @@ def _of_sizes(
                 sequence_parallel=tp > 1,
                 virtual=virtual_pp,
                 placement=placement_named_by(run.schedule),
+                folded={"ep": ep} if ep > 1 else {},
             )
             planner.check(layout, run)
         except UserError:
@@ -162,6 +170,13 @@ def _of_sizes(
         least = next(filter(None, tried), None)
         if least:
             yield least
+
+
+def _sizes_of_ep(config: Any, most: int) -> list[int]:
+    """Return the powers of two that divide `most` and the number of experts of a model; 1 for a
+    model without experts."""
+    experts = getattr(config, "experts", 1)
+    return [1 << n for n in range(most.bit_length()) if most % (1 << n) == experts % (1 << n) == 0]
 
 
 def fitting_layout(
@@ -205,6 +220,7 @@ def fitting_layout(
         pp=pp,
         cp=cp,
         dp=dp,
+        ep=dict(layout.folded_sizes).get("ep", 1),
         virtual_pp=layout.virtual_size,
         recompute=run.recompute,
         sequence_parallel=layout.sequence_parallel,
@@ -223,8 +239,8 @@ def fitting_layout(
 
 
 def fastest_layouts(found: Iterable[FoundLayout]) -> list[FoundLayout]:
-    """Return the fastest layout for each combination of tp, pp, cp and dp, over all virtual-pp,
-    sorted by time."""
+    """Return the fastest layout for each combination of tp, pp, cp and dp, over all virtual-pp and
+    ep, sorted by time."""
     fastest: dict[tuple, FoundLayout] = {}
     for layout in sorted(found, key=lambda layout: layout.time):
         fastest.setdefault(layout.sizes, layout)

@@ -210,7 +210,8 @@ def steps_to_train(directory: Path, recorded: Recorded, steps: list[Step]) -> li
 def own_layout(recorded: Recorded, settings: dict) -> Layout:
     """Return the layout of the recorded run, as far as the name of a layout describes it."""
     sizes = {name: settings[name] for name in ("tp", "pp", "cp")}
-    more = {name: settings[name] for name in ("cp_method", "zero", "schedule") if name in settings}
+    names = ("cp_method", "ep", "zero", "schedule")
+    more = {name: settings[name] for name in names if name in settings}
     return Layout(
         **sizes,
         **more,
@@ -294,7 +295,7 @@ def train_again(
     if layout is not None:
         for name in LAYOUT:
             settings.pop(name, None)
-        for name in ("tp", "pp", "cp", "cp_method", "zero", "schedule", "sequence_parallel"):
+        for name in ("tp", "pp", "cp", "cp_method", "ep", "zero", "schedule", "sequence_parallel"):
             settings[name] = getattr(layout, name)
         settings["virtual_pp"], dp = layout.virtual, layout.dp
         rows = settings["global_batch_size"] // dp

@@ -51,6 +51,7 @@ SEARCH_COLUMNS = [
     "pp",
     "cp",
     "dp",
+    "ep",
     "virtual-pp",
     "recompute",
     "seq.-par.",
@@ -175,6 +176,7 @@ def search_lines(layouts: list[FoundLayout], gpu: str) -> list[str]:
             layout.pp,
             layout.cp,
             layout.dp,
+            layout.ep,
             layout.virtual_pp,
             layout.recompute,
             "yes" if layout.sequence_parallel else "no",
@@ -190,7 +192,9 @@ def search_lines(layouts: list[FoundLayout], gpu: str) -> list[str]:
         ]
         rows.append([str(cell) for cell in row])
     if all(layout.cp == 1 for layout in layouts):
-        rows = without(rows, "cp", "sent cp")
+        rows = without(rows, "cp", *(["sent cp"] if all(each.ep == 1 for each in layouts) else []))
+    if all(layout.ep == 1 for layout in layouts):
+        rows = without(rows, "ep")
     return [
         *table(rows),
         "memory, bubble and bytes sent per step: maximum over the ranks; "

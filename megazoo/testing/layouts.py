@@ -1,5 +1,4 @@
-"""Parallel layouts and their names: tp2pp2, dp2+zero, tp2pp4v2+sp, pp2+zb-h1, tp2cp2+ulysses, dp4ep2.
-"""
+"""Parallel layouts and their names: tp2pp2, dp2+zero, tp2pp4v2+sp, pp2+zb-h1, cp2+ulysses, ep2."""
 
 import math
 import re

@@ -1,12 +1,8 @@
 """Mixtures of experts train in every layout as in one process: losses, auxiliary losses, norms,
 gradients and weights."""
 
-from dataclasses import replace
-
 import pytest
-import torch
 
-import megazoo
 from megazoo.models.mixtral import MixtralConfig
 from megazoo.testing import Layout
 from tests.support.layouts import (

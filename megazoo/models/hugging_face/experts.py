@@ -28,7 +28,10 @@ MIXTRAL_NAMES = {
     ),
     "layers.{}.moe.down": HFNames("model.layers.{}.block_sparse_moe.experts.[].w2"),
 }
-FIELDS = {"num_experts_per_tok": "experts_per_token", "router_aux_loss_coef": "router_aux_loss_coef"}
+FIELDS = {
+    "num_experts_per_tok": "experts_per_token",
+    "router_aux_loss_coef": "router_aux_loss_coef",
+}
 QWEN_FIELDS = {
     "moe_intermediate_size": "expert_size",
     "norm_topk_prob": "normalize_weights",
