@@ -75,14 +75,21 @@ class ModelOptions:
     """Number of experts that each token uses."""
     expert_size: Size = None
     """Hidden size of an expert."""
-    router_balance: Literal["sequence", "none"] | None = None
+    router_balance: Annotated[
+        Literal["sequence", "batch", "bias", "none"] | None,
+        unset("{sequence,batch,bias,none}", "that of the model: sequence"),
+    ] = None
     """How the load of the experts is balanced. sequence: by an auxiliary loss per row, the same in
-    every layout. none: not at all."""
+    every layout. batch: by the auxiliary loss of transformers, over the whole batch; it needs
+    --schedule gpipe or one micro-batch. bias: by a bias that only chooses experts, without a loss.
+    none: not at all."""
     router_aux_loss_coef: Annotated[float | None, unset("FLOAT", "that of the model")] = None
     """Factor of the auxiliary loss that balances the load of the experts."""
     router_z_loss_coef: Annotated[float | None, unset("FLOAT", "that of the model")] = None
     """Factor of an auxiliary loss that keeps the logits of the routers near 0: the mean over the
     tokens of log(sum(exp(logits)))^2."""
+    router_bias_rate: Annotated[float | None, unset("FLOAT", "that of the model")] = None
+    """Change of the bias per step, with --router-balance bias."""
     max_positions: Size = None
     """Maximum sequence length of the model, in tokens. RoPE scaling may extend it."""
     dropout: Rate = None

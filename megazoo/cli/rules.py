@@ -131,6 +131,8 @@ def model_config(options: ModelOptions, source=None):
     if dropout is not None:
         sizes |= dict.fromkeys(rates, dropout)
     of_training = [*rates, *(f.name for f in fields(base) if f.name.startswith("router_"))]
+    if saved and "bias" in {sizes.get("router_balance"), getattr(saved, "router_balance", None)}:
+        of_training.remove("router_balance")  # only a model with that balance has the bias
     config = replace(base, **sizes)
     for f in fields(config) if saved else ():
         if f.name not in of_training and getattr(config, f.name) != getattr(saved, f.name):

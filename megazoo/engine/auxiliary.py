@@ -6,32 +6,56 @@ import torch
 from torch import nn
 
 from megazoo.engine.microbatch import MicroBatch
+from megazoo.errors import UserError
 from megazoo.layers.auxiliary import AuxiliaryLosses
 from megazoo.layers.layer import declared
 from megazoo.parallel.axes import Axis
 from megazoo.parallel.collectives import all_reduce_over, broadcast_from_stage
 from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.schedule import Exchange
 
 
-def declared_losses(model: nn.Module) -> set[str]:
-    """Return the names of the auxiliary losses that the layers of this rank declare."""
-    return {name for module in model.modules() for name in declared(module, "auxiliary_losses")}
+def declared_losses(model: nn.Module) -> dict[str, int] | None:
+    """Return the names of the auxiliary losses that the layers of this rank declare, with the size
+    of a joint loss, and 0 for other losses. None if no layer has losses or counts tokens."""
+    names: dict[str, int] = {}
+    counts = False
+    for module in model.modules():
+        counts |= declared(module, "counts_tokens")
+        names |= dict.fromkeys(declared(module, "auxiliary_losses"), 0) | names
+        names |= declared(module, "joint_losses")
+    return names if names or counts else None
+
+
+def check_order(names: dict[str, int] | None, table: list, count: int) -> None:
+    """Raise UserError if there are joint losses, and a forward follows a backward.
+
+    table: of the last stage's rank, the same on every rank. count: number of micro-batches.
+    """
+    kinds = "".join(item.kind for item in table if not isinstance(item, Exchange))
+    joint = sorted(name for name, size in (names or {}).items() if size)
+    if joint and "F" in kinds.lstrip("F"):
+        raise UserError(
+            f"the auxiliary loss {joint[0]} is over the whole batch, so all {count} forwards must "
+            "precede the first backward: use schedule gpipe with a pipeline, or one micro-batch"
+        )
 
 
 def losses_of(
-    model: Any, names: set[str], batches: list[MicroBatch], labelled: torch.Tensor
+    model: Any, names: dict[str, int] | None, batches: list[MicroBatch], labelled: torch.Tensor
 ) -> AuxiliaryLosses | None:
     """Return the object that collects the auxiliary losses of a run over the global batch, or None
-    if no layer declares any. Every rank calls it.
+    if no layer declares any, or counts tokens. Every rank calls it.
 
-    names: those that layers of any rank declare. labelled: number of labelled tokens of the global
+    names: see `declared_losses`; those of layers of any rank. labelled: number of labelled tokens of the global
     batch, 0-dimensional, on the ranks of the last stage.
     """
-    if not names:
+    if names is None:
         return None
     ctx = model.ctx
     labelled = broadcast_from_stage(labelled.clone(), ctx.placement.last_rank, ctx)
-    return AuxiliaryLosses(names, {"labels": labelled, **_counts(batches, ctx, ctx.token_axis)})
+    counts = {"labels": labelled, **_counts(batches, ctx, ctx.token_axis)}
+    return AuxiliaryLosses(names, counts, _all_axes(ctx))
 
 
 def _counts(batches: list[MicroBatch], ctx: ParallelContext, axis: Axis) -> dict[str, torch.Tensor]:
@@ -50,12 +74,18 @@ def _parts_of_tokens(ctx: ParallelContext) -> list[Axis]:
     return [ctx.tp] if ctx.sequence_parallel else []
 
 
+def _all_axes(ctx: ParallelContext) -> list[Axis]:
+    """Return the axes of the ranks with different tokens or layers."""
+    return [*_parts_of_tokens(ctx), ctx.token_axis, ctx.pp]
+
+
 def report(model: Any, losses: AuxiliaryLosses | None) -> None:
-    """Store the means over the global batch in the model's engine. Every rank calls it."""
+    """Store the means over the global batch in the model's engine, and pass the counts of tokens to
+    the layers. Every rank calls it."""
     if losses:
         ctx = model.ctx
-        axes = [*_parts_of_tokens(ctx), ctx.token_axis, ctx.pp]
-        model.engine.auxiliary_losses = losses.reduced(axes)
+        model.engine.auxiliary_losses = losses.reduced(_all_axes(ctx))
+        losses.pass_counts([*_parts_of_tokens(ctx), ctx.token_axis])
 
 
 def losses_of_one(model: Any, batch: MicroBatch, labelled: torch.Tensor) -> AuxiliaryLosses | None:
@@ -63,7 +93,8 @@ def losses_of_one(model: Any, batch: MicroBatch, labelled: torch.Tensor) -> Auxi
     without a pipeline whose loss a user differentiates. None without such losses, or under no_grad.
     """
     names = declared_losses(model)
-    if not names or not torch.is_grad_enabled():
+    if names is None or not torch.is_grad_enabled():
         return None
     counts = _counts([batch], model.ctx, model.ctx.cp)
-    return AuxiliaryLosses(names, {"labels": labelled, **counts})
+    axes = [*_parts_of_tokens(model.ctx), model.ctx.cp]
+    return AuxiliaryLosses(names, {"labels": labelled, **counts}, axes)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from megazoo.engine.auxiliary import losses_of, report
+from megazoo.engine.auxiliary import check_order, losses_of, report
 from megazoo.engine.microbatch import MicroBatch
 from megazoo.errors import UserError
 from megazoo.layers.auxiliary import AuxiliaryLosses, collecting
@@ -109,7 +109,12 @@ def run_pipeline(
     labelled = count_labels(model, batches, others)
     order = schedule or FORWARD_ONLY[ctx.placement.name]
     table = program(order, ctx.pp_rank, ctx.pp_size, ctx.virtual_size, len(batches))
-    names = model.engine.auxiliary_names if schedule else set()
+    names = model.engine.auxiliary_names if schedule else None
+    if names:
+        of_last = program(
+            order, ctx.placement.last_rank, ctx.pp_size, ctx.virtual_size, len(batches)
+        )
+        check_order(names, of_last, len(batches))
     run = PipelineRun(
         model,
         batches,
@@ -255,6 +260,8 @@ class PipelineRun:
         factor: an additional factor of the gradient of the loss, in addition to the loss scale.
         """
         received, output = self.graphs.pop((action.stage, action.microbatch))
+        if self.auxiliary:
+            self.auxiliary.start_backward()  # before this rank waits for a later stage
         gradient = self._take(action)
         if gradient is None:
             gradient = torch.full_like(output, self.loss_scale * factor)

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from megazoo.engine.auxiliary import losses_of, report
+from megazoo.engine.auxiliary import check_order, losses_of, report
 from megazoo.engine.microbatch import MicroBatch, Output
 from megazoo.engine.pipeline import PipelineModel, PipelineRun, count_labels
 from megazoo.parallel.collectives import all_reduce, broadcast_from_stage
@@ -27,7 +27,10 @@ def run_stepwise(
     ctx = model.ctx
     with propagate_errors(ctx):
         labelled = count_labels(model, batches, ctx.token_axis.group)
-        losses = losses_of(model, model.engine.auxiliary_names, batches, labelled)
+        names = model.engine.auxiliary_names
+        turns = [Action(kind, 0, number) for number in range(len(batches)) for kind in "FB"]
+        check_order(names, turns, len(batches))
+        losses = losses_of(model, names, batches, labelled)
     # The gradient of the loss is known before backward, except for float16 with a custom scaler,
     # which passes its scale in backward.
     known = model.dtype != torch.float16 or model.engine.loss_scale is not None

@@ -3,6 +3,7 @@ numbering of the dropout draws, and the reductions after the last backward."""
 
 import re
 import weakref
+from collections import ChainMap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -42,7 +43,8 @@ class TrainingEngine:
             stages need no gradients.
         auxiliary_losses: means over the last global batch, 0-dimensional fp32, by the names in
             auxiliary_names.
-        auxiliary_names: names of the auxiliary losses that layers of any rank declare.
+        auxiliary_names: the auxiliary losses that layers of any rank declare: see
+            `declared_losses`.
     """
 
     def __init__(self, model, before: "TrainingEngine | None" = None):
@@ -51,7 +53,7 @@ class TrainingEngine:
         self.loss_scale = before.loss_scale if before else None
         self.first_trained_stage = 0
         self.auxiliary_losses: dict[str, torch.Tensor] = {}
-        self.auxiliary_names: set[str] = set()
+        self.auxiliary_names: dict[str, int] | None = None
         self._buckets: GradientBuckets | None = None
         self._frozen_ties: set[str] | None = None  # frozen tied parameters, once agreed on
         self._advised = False  # about training in evaluation mode
@@ -220,7 +222,8 @@ class TrainingEngine:
             if entry.name in frozen:
                 entry.parameter.requires_grad_(False)
         self.first_trained_stage = min(first for _, _, first, _ in of_ranks)
-        self.auxiliary_names = set().union(*(names for *_, names in of_ranks))
+        declared = [names for *_, names in of_ranks if names is not None]
+        self.auxiliary_names = dict(ChainMap(*declared)) if declared else None
         self._frozen_ties = self._tied_and_frozen()
 
     def first_trained_here(self) -> int:

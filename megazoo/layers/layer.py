@@ -1,7 +1,8 @@
 """The base class of layers, and the properties that a layer declares to other parts of megazoo."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ TYPES = {
     "kernel_masks": bool,
     "static_cache": bool,
     "auxiliary_losses": tuple,
+    "joint_losses": dict,
+    "counts_tokens": bool,
     "same_input": bool,
     "token_share": float,
 }
@@ -38,6 +41,8 @@ class Layer(ShardedModule):
             ones. A block must pass its mask to its attention only.
         static_cache: an attention works with a StaticKVCache, whose slots do not move.
         auxiliary_losses: names of the losses that the layer attaches: see `attach_loss`.
+        counts_tokens: the layer counts tokens in training: see
+            `megazoo.layers.auxiliary.count_tokens`.
         same_input: all modules inside have the input of the layer, and none has the output of
             another. `flops_per_token` uses it to find those that pass a gradient on.
 
@@ -45,6 +50,8 @@ class Layer(ShardedModule):
         score_features: number of features over which queries and keys are multiplied, over all tp
             ranks. `flops_per_token` counts them, and ignores the modules inside. 0 if the cost of
             the attention does not grow with the sequence.
+        joint_losses: of the losses that the layer attaches with `attach_joint_loss`, the names and
+            the sizes of their vectors.
         window: number of tokens that a query attends to, including itself; None: all tokens up to
             itself. `flops_per_token` uses it, and a KVCache stores this number of tokens.
         recompute: False; `model.recompute("selective")` sets it to True. The layer then saves less
@@ -62,6 +69,8 @@ class Layer(ShardedModule):
     kernel_masks: bool = False
     static_cache: bool = False
     auxiliary_losses: tuple[str, ...] = ()
+    joint_losses: Mapping[str, int] = MappingProxyType({})
+    counts_tokens: bool = False
     same_input: bool = False
     score_features: int | None = None
     window: int | None = None

@@ -42,8 +42,10 @@ def make_empty(
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.is_meta:
-                empty = torch.empty(parameter.shape, dtype=dtype, device=ctx.device)
-                setattr(module, name, nn.Parameter(empty))
+                trained = parameter.requires_grad
+                own = dtype if trained else torch.float32  # of a state
+                empty = torch.empty(parameter.shape, dtype=own, device=ctx.device)
+                setattr(module, name, nn.Parameter(empty, trained))
     for parameter in model.parameters():
         accumulate_in_fp32(parameter)
     model.engine.parameters_changed()

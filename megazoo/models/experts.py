@@ -35,6 +35,7 @@ class ExpertsFields:
         router_balance: how the load of the experts is balanced: see `Router`.
         router_aux_loss_coef: factor of the auxiliary loss that balances the load.
         router_z_loss_coef: factor of the auxiliary loss on the logits of the router.
+        router_bias_rate: change of the bias per batch, with router_balance "bias".
         sparse_step: every such layer has experts, the others have an MLP of ffn_size.
         dense_layers: indices of further layers that have an MLP.
         shared_size: inner features of an expert that all tokens use; 0: none.
@@ -47,6 +48,7 @@ class ExpertsFields:
     router_balance: str = "sequence"
     router_aux_loss_coef: float = 0.001
     router_z_loss_coef: float = 0.0
+    router_bias_rate: float = 0.001
     sparse_step: int = 1
     dense_layers: tuple[int, ...] = ()
     shared_size: int = 0
@@ -62,6 +64,7 @@ class ExpertsFields:
         check_number("sparse_step", self.sparse_step, 1, whole=True)
         check_number("router_aux_loss_coef", self.router_aux_loss_coef, 0)
         check_number("router_z_loss_coef", self.router_z_loss_coef, 0)
+        check_number("router_bias_rate", self.router_bias_rate, 0)
         if self.router_balance not in BALANCES:
             raise UserError(
                 f"unknown router_balance {self.router_balance!r}: use {any_of(BALANCES)}"
@@ -98,6 +101,7 @@ class Block(llama.Block):
             balance=config.router_balance,
             balance_coefficient=config.router_aux_loss_coef,
             z_coefficient=config.router_z_loss_coef,
+            bias_rate=config.router_bias_rate,
         )
         self.moe = MixtureOfExperts(
             config.hidden_size,

@@ -68,7 +68,7 @@ class Freezing(nn.Module):
         """
         trained = self._names_matching(pattern)
         for entry in self.entries():
-            entry.parameter.requires_grad_(entry.name in trained)
+            entry.parameter.requires_grad_(entry.name in trained and not entry.spec.is_state)
         return self
 
     def freeze(self, pattern: str) -> Self:

@@ -98,12 +98,22 @@ class ShardedModule(nn.Module):
         self.specs[name] = spec
         device = "meta" if _without_memory.get() else None
         shape = spec.local_shape(self.ctx.place)
-        parameter = nn.Parameter(torch.empty(shape, device=device))
+        parameter = nn.Parameter(torch.empty(shape, device=device), not spec.is_state)
         self.register_parameter(name, parameter)
         if spec.has_partial_gradient(self.ctx):
             self._partial.add(name)
         if not parameter.is_meta:
             initialize(parameter, spec, self.ctx, derive_seed(int(torch.randint(1 << 62, ()))))
+
+    def _apply(self, fn, recurse: bool = True) -> "ShardedModule":
+        """Convert the module, as half() and to() do. A parameter that `is_state` stays fp32."""
+        states = [getattr(self, name) for name, spec in self.specs.items() if spec.is_state]
+        values = [parameter.data for parameter in states]
+        super()._apply(fn, recurse)
+        for parameter, before in zip(states, values, strict=True):
+            if parameter.dtype != before.dtype:
+                parameter.data = before.to(parameter.device)
+        return self
 
     def extra_repr(self) -> str:
         """Describe the parameters by their global shapes and this rank's shards."""

@@ -211,6 +211,8 @@ class ParameterSpec:
         plain: whether the parameter is not in a ShardedModule; its module then draws its initial
             values.
         added: whether it was attached to a model in addition to the model's parameters.
+        is_state: whether its layer updates it, without a gradient. It is never trained, and fp32 in
+            every model.
     """
 
     shape: tuple[int, ...]
@@ -221,6 +223,7 @@ class ParameterSpec:
     partial: bool
     plain: bool
     added: bool
+    is_state: bool
 
     def __init__(
         self,
@@ -232,10 +235,11 @@ class ParameterSpec:
         partial: bool = False,
         plain: bool = False,
         added: bool = False,
+        is_state: bool = False,
     ):
         if not isinstance(shards, tuple):
             shards = (shards,) if shards else ()
-        values = (shape, shards, mean, std, bound, partial, plain, added)
+        values = (shape, shards, mean, std, bound, partial, plain, added, is_state)
         for name, value in zip(self.__dataclass_fields__, values, strict=True):
             object.__setattr__(self, name, value)  # of a frozen dataclass
         for what in ("dim", "axis"):

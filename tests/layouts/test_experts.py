@@ -1,6 +1,8 @@
 """Mixtures of experts train in every layout as in one process: losses, auxiliary losses, norms,
 gradients and weights."""
 
+from dataclasses import replace
+
 import pytest
 
 from megazoo.models.mixtral import MixtralConfig
@@ -44,4 +46,22 @@ def test_it_trains_as_in_one_process(ranks, one_process, number):
     how = {"count": micro_batches(layout), "schedule": layout.schedule, "zero": layout.zero}
     results = ranks(trained, layout.ranks, MIXTRAL, batches_of(kind, 3), sizes_of(layout), **how)
     worst, what = worst_difference(results, one_process(MIXTRAL, kind, micro_batches(layout)))
+    assert worst < 1e-5, what
+
+
+BALANCES = [
+    ("batch", "tp2ep2+sp+gpipe", 4), ("batch", "pp2ep2+gpipe", 4), ("batch", "cp2ep2+gpipe", 2),
+    ("batch", "pp2+zb-h1", 1), ("bias", "tp2ep2+sp", 4), ("bias", "pp2ep2+zb-h1", 4),
+    ("bias", "dp4ep2+zero", 4), ("none", "ep2", 4),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("balance", "layout", "count"), BALANCES)
+def test_every_balance_is_that_of_one_process(ranks, balance, layout, count):
+    config = replace(MIXTRAL, router_balance=balance, router_bias_rate=0.01)
+    place, batches = Layout.named(layout), batches_of("padded", 3)
+    how = {"count": count, "schedule": place.schedule, "zero": place.zero}
+    results = ranks(trained, place.ranks, config, batches, sizes_of(place), **how)
+    alone = trained(config, batches, {}, count=count, schedule="gpipe")
+    worst, what = worst_difference(results, alone)
     assert worst < 1e-5, what

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from megazoo.errors import UserError
 from megazoo.models.hugging_face.config import ConfigReader
 from megazoo.models.hugging_face.names import HFNames
 
@@ -62,6 +63,11 @@ def read_experts(
 def write_experts(config: Any, count: str, more: dict[str, str] | None = None) -> dict[str, Any]:
     """Return the fields from which `read_experts` reads a config. count: the name of the field with
     the number of experts."""
+    if config.router_balance == "bias":
+        raise UserError(
+            "router_balance bias is not supported by transformers, whose files have no bias of the "
+            "routers: use shards, or train with another balance"
+        )
     names = FIELDS | (more or {})
     values = {theirs: getattr(config, ours) for theirs, ours in names.items()}
     return values | {count: config.experts}
