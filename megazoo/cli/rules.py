@@ -14,6 +14,7 @@ from megazoo.data.text_files import is_streamed
 from megazoo.errors import UserError, any_of
 from megazoo.files import brief, reason_of
 from megazoo.lazy import is_installed
+from megazoo.models.config import fields_of_training
 from megazoo.models.pretrained import with_labels
 from megazoo.models.registry import FAMILIES, family_of, find_config, tiny_preset
 from megazoo.models.rules import check_batch, check_layout, check_offload, check_sequence
@@ -130,7 +131,7 @@ def model_config(options: ModelOptions, source=None):
     rates = [f.name for f in fields(base) if f.name.endswith("dropout")]
     if dropout is not None:
         sizes |= dict.fromkeys(rates, dropout)
-    of_training = [*rates, *(f.name for f in fields(base) if f.name.startswith("router_"))]
+    of_training = fields_of_training(base)
     if saved and "bias" in {sizes.get("router_balance"), getattr(saved, "router_balance", None)}:
         of_training.remove("router_balance")  # only a model with that balance has the bias
     config = replace(base, **sizes)

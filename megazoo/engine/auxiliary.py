@@ -37,7 +37,7 @@ def check_order(names: dict[str, int] | None, table: list, count: int) -> None:
     if joint and "F" in kinds.lstrip("F"):
         raise UserError(
             f"the auxiliary loss {joint[0]} is over the whole batch, so all {count} forwards must "
-            "precede the first backward: use schedule gpipe with a pipeline, or one micro-batch"
+            "precede the first backward: use schedule gpipe, or one micro-batch"
         )
 
 
@@ -47,8 +47,8 @@ def losses_of(
     """Return the object that collects the auxiliary losses of a run over the global batch, or None
     if no layer declares any, or counts tokens. Every rank calls it.
 
-    names: see `declared_losses`; those of layers of any rank. labelled: number of labelled tokens of the global
-    batch, 0-dimensional, on the ranks of the last stage.
+    names: see `declared_losses`; those of layers of any rank. labelled: number of labelled tokens
+    of the global batch, 0-dimensional, on the ranks of the last stage.
     """
     if names is None:
         return None

@@ -1,7 +1,7 @@
 """The fields that every model config has, and checks of its sizes in a parallel layout."""
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from megazoo.errors import UserError, any_of
@@ -54,6 +54,13 @@ class ModelConfig:
         `from_config` and config files accept it. UserError if no registered family has this Config.
         """
         return {"model": family_of(self)} | asdict(self)
+
+
+def fields_of_training(config: Any) -> list[str]:
+    """Return the names of the fields of a config that affect only training: dropout probabilities
+    and settings of routers."""
+    names = (field.name for field in fields(config))
+    return [name for name in names if name.endswith("dropout") or name.startswith("router_")]
 
 
 # The largest allowed sizes. They keep the number of bytes of a tensor within torch's limits, and

@@ -20,16 +20,17 @@ from megazoo.checkpoint.places import (
 from megazoo.checkpoint.saving import write_together
 from megazoo.checkpoint.shards import Files, files_of_rank, write_manifest
 from megazoo.checkpoint.verifying import verifying
-from megazoo.errors import UserError
+from megazoo.errors import UserError, any_of
 from megazoo.gguf_file import is_gguf
 from megazoo.hub import name_of
 from megazoo.layers.linear import refuse_rounded
+from megazoo.models.config import fields_of_training
 from megazoo.models.gguf.source import GGUFModel
 from megazoo.models.hugging_face.directory import HuggingFaceDirectory
 from megazoo.models.hugging_face.export import hugging_face_config, parse_size, write_model
 from megazoo.models.megatron.source import MegatronCheckpoint, is_megatron
 from megazoo.models.outputs import CLASSIFIER_HEAD
-from megazoo.models.registry import GIVE_A_DIRECTORY, presets
+from megazoo.models.registry import GIVE_A_DIRECTORY, family_of, presets
 from megazoo.models.source import HoldsAdapters, ModelSource, SavedModel
 from megazoo.parallel.context import ParallelContext, current_context
 from megazoo.parallel.dtypes import dtype_named
@@ -87,6 +88,7 @@ def from_pretrained(
     num_labels: int | None = None,
     pad_token_id: int | None = None,
     verify: bool = True,
+    **fields: Any,
 ) -> "Model":
     """Load this rank's shard of a model. Every rank of the context calls it.
 
@@ -104,6 +106,8 @@ def from_pretrained(
             head is replaced by a new one, drawn from the seed.
         pad_token_id: padding token of that classifier, if the files do not have one.
         verify: compare the files with the checksums of a megazoo checkpoint while they are read.
+        fields: fields of the config that affect only training, such as router_balance="batch", and
+            the values that replace those of the files.
 
     Returns:
         The model, an nn.Module on ctx.device, in evaluation mode. `train_batch` or `model.train()`
@@ -120,11 +124,23 @@ def from_pretrained(
     with propagate_errors(ctx):
         given = dtype_named(dtype)
         source = open_directory(path, verify=verify)
-        config = with_labels(source, num_labels, pad_token_id)
+        config = _with_fields(with_labels(source, num_labels, pad_token_id), fields)
         dtype = given or source.dtype_of(next(iter(source.specs)))
         model = source.model.empty(config, ctx, dtype=dtype, seed=seed)
         load_weights(source, model)
     return model.eval()
+
+
+def _with_fields(config: Any, values: dict[str, Any]) -> Any:
+    """Return a config with other values of fields; UserError for a field that does not affect only
+    training."""
+    known = fields_of_training(config)
+    if unknown := values.keys() - known:
+        raise UserError(
+            f"{min(unknown)} can't be changed when {family_of(config)} is loaded: "
+            + (f"use {any_of(known)}" if known else "remove it")
+        )
+    return replace(config, **values)
 
 
 def with_labels(

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import megazoo
-from tests.support.families import ONE_OF_EACH, REPEATS, TWINS, saved, twin
+from tests.support.families import ONE_OF_EACH, REPEATS, TWINS, has_experts, saved, twin
 from tests.support.generation import of_transformers, prompts
 from tests.support.sampling import marked_slow
 from tests.support.training import context, inputs_for, layout_name, run_in_layout
@@ -108,29 +108,34 @@ def batches():
 def trained_by_torch(name):
     """The losses of ten steps, and the weights after them."""
     model = copy.deepcopy(twin(name)).train()
+    if has_experts(name):  # then the loss has its auxiliary loss
+        model.config.output_router_logits = True
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=RATE, betas=(0.9, 0.95), eps=EPSILON, weight_decay=0.0
     )
     losses = []
     for ids in batches():
         optimizer.zero_grad()
-        loss = model(ids, labels=ids).loss
-        loss.backward()
+        out = model(ids, labels=ids)
+        out.loss.backward()
         optimizer.step()
-        losses.append(loss.item())
+        added = model.config.router_aux_loss_coef * out.aux_loss if has_experts(name) else 0.0
+        losses.append(float(out.loss - added))
     with TemporaryDirectory() as directory:
         model.save_pretrained(directory)  # whose names are not always those in memory
         return losses, load_file(Path(directory) / "model.safetensors")
 
 
-def trained(path, made, layout):
-    """The losses; the weights are saved as a directory of transformers."""
-    model = megazoo.from_pretrained(path, context(**layout)).train()
+def trained(path, made, more, layout):
+    """The losses; the weights are saved as a directory of transformers. more: fields of the
+    config."""
+    model = megazoo.from_pretrained(path, context(**layout), **more).train()
     options = dict(lr=RATE, betas=(0.9, 0.95), eps=EPSILON, weight_decay=0.0, clip_grad=0.0)
     optimizer, losses = megazoo.optim.AdamW(model, **options), []
     for ids in batches():
         optimizer.zero_grad()
-        losses.append(model.train_batch(ids, labels=ids, num_microbatches=2).item())
+        how = {"num_microbatches": 2, "schedule": "gpipe" if more else "1f1b"}
+        losses.append(model.train_batch(ids, labels=ids, **how).item())
         optimizer.step()
     model.save_parallelized(made, merge_checkpoints=True)
     return losses
@@ -141,8 +146,8 @@ def test_ten_steps_are_those_of_torch(ranks, directory, tmp_path, name, layout):
     """The losses of all ranks, and every weight."""
     expected, weights = trained_by_torch(name)
     assert expected[-1] < expected[0] - 0.01
-    made = tmp_path / "made"
-    for losses in run_in_layout(ranks, trained, layout, saved(name, directory), made):
+    made, more = tmp_path / "made", {"router_balance": "batch"} if has_experts(name) else {}
+    for losses in run_in_layout(ranks, trained, layout, saved(name, directory), made, more):
         worst = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
         assert worst < 1e-5, worst
     found = load_file(made / "model.safetensors")

@@ -15,6 +15,7 @@ from tests.support.families import (
     ONE_OF_EACH,
     TWINS,
     config_of,
+    has_experts,
     model_class,
     saved,
     twin,
@@ -59,7 +60,7 @@ def classifier(name):
     torch.manual_seed(1)
     kind = model_class(name, "ForSequenceClassification")
     fields = {"num_labels": LABELS, "pad_token_id": PAD, "problem_type": PROBLEM}
-    if kind.__name__.startswith(("Mixtral", "Qwen2Moe", "Qwen3Moe")):
+    if has_experts(name):
         fields["router_aux_loss_coef"] = 0.0  # classifiers of transformers have no such loss
     config = config_of(name, **fields)
     return with_small_biases(randomized_(kind(config)))

@@ -266,6 +266,11 @@ ONE_OF_EACH = [
 ]
 
 
+def has_experts(name: str) -> bool:
+    """Whether the model is a mixture of experts."""
+    return bool({"num_experts", "num_local_experts"} & TWINS[name][1].keys())
+
+
 def config_of(name: str, **fields):
     """The config of transformers."""
     kind, own = TWINS[name]
@@ -273,7 +278,8 @@ def config_of(name: str, **fields):
     common = {names.get(key, key): value for key, value in COMMON.items()}
     common.pop(None, None)
     eager = {"attn_implementation": "eager"} if kind == "Gemma2" else {}  # others drop its cap
-    values = {**common, "pad_token_id": None, **eager, **own, **fields}
+    balance = {"router_aux_loss_coef": 0.05} if has_experts(name) else {}
+    values = {**common, "pad_token_id": None, **eager, **balance, **own, **fields}
     return getattr(transformers, f"{kind}Config")(**values)
 
 

@@ -178,7 +178,7 @@ def test_outside_of_training_there_are_none():
     ("wrong", "error"),
     [
         (lambda x: attach_loss(x, "other", x.sum()), r"'other' is not declared"),
-        (lambda x: attach_loss(x, "shares", x.sum(), over="steps"), "'steps': use labels, rows or tokens"),
+        (lambda x: attach_loss(x, "shares", x.sum(), over="steps"), "'steps': use labels, rows or"),
     ],
 )
 def test_an_unknown_name_or_mean_is_refused(wrong, error):
