@@ -101,7 +101,6 @@ def of_every_row(
         UserError: A number is not finite.
     """
     model.ctx.require_ranks()
-    model.ctx.require_no_folded("scoring")
     sharing = sharing_axis(model.ctx, batch.input_ids, batch.targets)
     with using_context(model, model.ctx.cp_as_dp):
         return _of_every_row(model, batch, columns, of_rows, sharing)
@@ -117,16 +116,18 @@ def _of_every_row(
             model.engine.micro_batches(batch, 1)
     mine = share_of(range(rows), sharing.size, sharing.rank)
     values = torch.zeros(rows, columns, dtype=torch.float64, device=ctx.device)
-    if mine:
-        part = slice(mine.start, mine.stop)
+    # with folded axes, layers of all replicas communicate: those without rows run the first one
+    part = slice(mine.start, mine.stop) if mine or not ctx.folded else slice(0, 1)
+    if part.start < part.stop:
         # the largest number of micro-batches up to pp_size that divides the rows
-        count = max(n for n in range(1, min(len(mine), ctx.pp_size) + 1) if len(mine) % n == 0)
+        most = 1 if ctx.folded else min(len(mine), ctx.pp_size)
+        count = max(n for n in range(1, most + 1) if len(mine) % n == 0)
         with without_dropout(model):
             targets = None if batch.targets is None else batch.targets[part]
             taken = replace(batch, input_ids=batch.input_ids[part], targets=targets)
             batches = model.engine.micro_batches(taken, count)
             result = run_pipeline(model, batches, global_batch=False, collect=of_rows).collected
-        if result is not None:
+        if result is not None and mine:
             values[part] = result
     broadcast_from_stage(values, ctx.placement.last_rank, ctx)
     all_reduce(values, sharing.group)  # other ranks' rows are 0

@@ -17,13 +17,16 @@ from megazoo.errors import UserError
 from megazoo.generate.decoding import Choice, not_finite
 from megazoo.generate.group import Group
 from megazoo.generate.settings import GenerationSettings
-from megazoo.generate.traffic import Traffic, Turn
+from megazoo.generate.traffic import Traffic, Turn, stage_in
 from megazoo.layers.dropout import without_dropout
 from megazoo.parallel.agreement import sharing_axis
 from megazoo.parallel.axes import Axis
 from megazoo.parallel.collectives import all_reduce, broadcast_from_stage
+from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.shares import share_of
 from megazoo.parallel.stages import Stage
+
+IDLE, WAITING, RUNNING = range(3)  # states of a rank in a tick
 
 
 def generate(
@@ -37,7 +40,6 @@ def generate(
 ) -> torch.Tensor:
     """Generate tokens; see `Model.generate`. model: a `megazoo.models.base.Model`."""
     model.ctx.require_ranks()
-    model.ctx.require_no_folded("generation")
     sharing = sharing_axis(model.ctx, input_ids, attention_mask)
     with using_context(model, model.ctx.cp_as_dp):
         return _generate(model, input_ids, attention_mask, settings, use_cache, streamer, sharing)
@@ -128,15 +130,44 @@ def _groups(
 
 def _run(model, groups: list[Group], streamer) -> None:
     """Generate until every group has ended. First the prompts pass through all stages in pieces,
-    then the chosen tokens. For the order see megazoo/generate/traffic.py."""
-    traffic = Traffic(model, groups, streamer)
+    then the chosen tokens. For the order see megazoo/generate/traffic.py.
+
+    With folded axes, replicas communicate in their layers. So all run until the last one has ended,
+    and a replica without a turn runs the stage on a padding token.
+    """
+    ctx, traffic = model.ctx, Traffic(model, groups, streamer)
     for tick in count_up():
-        turn = traffic.turn_of(tick, model.ctx.pp_rank)
-        if all(group.done for group in groups):
+        turn = traffic.turn_of(tick, ctx.pp_rank)
+        done = all(group.done for group in groups)
+        wanted = _most_urgent(IDLE if done else WAITING if turn is None else RUNNING, ctx)
+        if wanted == IDLE:
             break
         result = _forward(model, groups[turn.group], turn, traffic) if turn else None
-        traffic.end_tick(tick, turn, result)
+        if wanted == RUNNING and turn is None:
+            _run_padding(model, stage_in(tick, ctx.pp_rank, ctx.placement))
+        if not done:
+            traffic.end_tick(tick, turn, result)
     traffic.finish()
+
+
+def _most_urgent(state: int, ctx: ParallelContext) -> int:
+    """Return the largest state of all replicas, if their layers communicate; otherwise `state`."""
+    if not ctx.folded:
+        return state
+    most = torch.tensor(state)
+    all_reduce(most, ctx.token_axis.group, torch.distributed.ReduceOp.MAX)
+    return int(most)
+
+
+def _run_padding(model, index: int) -> None:
+    """Run a stage of this rank on one padding token, for the layers of other replicas. index: among
+    the stages of the rank."""
+    stage, device = model.stages[index], model.ctx.device
+    x = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    batch = MicroBatch((1, 1), x, longest=1)
+    if not stage.first:
+        x = torch.zeros(1, 1, model.config.hidden_size, dtype=model.dtype, device=device)
+    model.forward_stage(x, batch, stage)
 
 
 def _forward(model, group: Group, turn: Turn, traffic: Traffic) -> torch.Tensor | Choice:

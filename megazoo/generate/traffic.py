@@ -48,6 +48,14 @@ def turn_in(tick: int, pp_rank: int, groups: int, placement: Placement) -> Turn 
     return None
 
 
+def stage_in(tick: int, pp_rank: int, placement: Placement) -> int:
+    """Return the index, among the stages of a pipeline rank, of the stage that computes in a tick
+    if enough groups are on their way."""
+    turn = turn_in(tick + placement.count, pp_rank, placement.pp, placement)
+    assert turn
+    return turn.stage
+
+
 class Traffic:
     """The communication of a rank: activations to the next stage, and the choices of the last stage
     to all other ranks, as CPU tensors over gloo.

@@ -28,7 +28,8 @@ class Freezing(nn.Module):
 
     def trained_entries(self) -> list[NamedParameter]:
         """Return this rank's parameters that are not frozen."""
-        return [entry for entry in self.entries() if entry.parameter.requires_grad]
+        entries = (entry for entry in self.entries() if not entry.spec.is_state)
+        return [entry for entry in entries if entry.parameter.requires_grad]
 
     def num_parameters(self, only_trainable: bool = False) -> int:
         """Return the number of parameters of the complete model, over all stages and shards.

@@ -8,6 +8,7 @@ everything else is as in llama.py.
 from dataclasses import dataclass
 from typing import ClassVar
 
+from megazoo.errors import UserError
 from megazoo.models import experts, llama, olmo2
 from megazoo.models.hugging_face import experts as hugging_face_experts
 from megazoo.models.hugging_face import llama as hugging_face
@@ -46,6 +47,11 @@ class OlmoeConfig(experts.ExpertsFields, llama.LlamaFamilyConfig):
         return cls(**values, **hugging_face_experts.read_experts(fields, cls, FIELDS))
 
     def to_hugging_face(self) -> dict:
+        if self.num_labels:
+            raise UserError(
+                f"num_labels {self.num_labels} is not supported by transformers for olmoe: use "
+                "shards"
+            )
         values = hugging_face.write_config(self, "olmoe")
         return values | hugging_face_experts.write_experts(self, "num_experts", FIELDS)
 

@@ -363,15 +363,6 @@ class ParallelContext(ShortNames):
         if self.world_size > 1 and self.mesh is None:
             raise UserError(NO_RANKS)
 
-    def require_no_folded(self, what: str) -> None:
-        """Raise UserError if axes are folded into dp x cp. what: the operation that does not
-        support them, because replicas would not run layers equally often."""
-        if names := [name for name, axis in self.folded.items() if axis.size > 1]:
-            raise UserError(
-                f"{what} does not support axes that are folded into dp x cp, here "
-                f"{', '.join(names)}: save the model, and load it in a context without them"
-            )
-
     @property
     def stage_count(self) -> int:
         """The number of stages of the whole pipeline."""

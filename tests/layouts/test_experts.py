@@ -2,19 +2,27 @@
 gradients and weights."""
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
+import torch
+import torch.nn.functional as F
 
+from megazoo.evaluation.scoring import score
+from megazoo.layers import ReplicatedLinear
 from megazoo.models.mixtral import MixtralConfig
+from megazoo.parallel import ParallelContext
 from megazoo.testing import Layout
 from tests.support.layouts import (
     LONG,
     batches_of,
     micro_batches,
+    model_in,
     sizes_of,
     trained,
     worst_difference,
 )
+from tests.support.training import context, worst_gradient, worst_relative
 
 MIXTRAL = MixtralConfig(
     **LONG, kv_heads=2, ffn_size=24, experts=4, router_aux_loss_coef=0.1, router_z_loss_coef=0.01
@@ -65,3 +73,111 @@ def test_every_balance_is_that_of_one_process(ranks, balance, layout, count):
     alone = trained(config, batches, {}, count=count, schedule="gpipe")
     worst, what = worst_difference(results, alone)
     assert worst < 1e-5, what
+
+
+def scores_of(model, rows):
+    return torch.stack([column.double() for column in score(model, rows, rows)])
+
+
+def generated_and_scored(config, layout):
+    """What each rank generates, greedily and with beams, and the scores of rows: of the same rows
+    on all replicas, and of other rows on each."""
+    ctx = context(**layout)
+    model, found = model_in(config, ctx).eval(), []
+    ids = torch.randint(0, 61, (6, 9), generator=torch.Generator().manual_seed(8))
+    own = ids[ctx.dp_rank : ctx.dp_rank + 1 + ctx.dp_rank % 2]
+    for rows, end in ((ids, [3, 7]), (own, [11]), (ids[:1], [5])):
+        for how in ({}, {"num_beams": 2}, {"use_cache": False}):
+            how = {"max_new_tokens": 14, "eos_token_id": end, "pad_token_id": 0, **how}
+            found.append((rows, how, model.generate(rows, **how)))
+        found.append(
+            (rows, None, torch.stack([*map(torch.Tensor.double, score(model, rows, rows))]))
+        )
+    return found
+
+
+@pytest.mark.parametrize(
+    "layout", ["ep2", "dp4ep2", "tp2cp2ep2", "pp2ep2", "pp2v2ep2", "pp2v2ep2+zb-v"]
+)
+def test_generation_and_scores_are_those_of_one_process(ranks, layout):
+    place = Layout.named(layout)
+    model = model_in(MIXTRAL, ParallelContext()).eval()
+    for rank in ranks(generated_and_scored, place.ranks, MIXTRAL, sizes_of(place)):
+        for rows, how, found in rank:
+            if how is None:
+                assert torch.allclose(found, scores_of(model, rows), rtol=1e-5, atol=1e-5)
+            else:
+                assert torch.equal(found, model.generate(rows, **how))
+
+
+def all_to_one_expert(config, batches, layout, **how):
+    """As `trained`, with routers that choose expert 2 for every token."""
+    plain = ReplicatedLinear.forward
+
+    def steered(self, x):
+        return plain(self, x) + 5 * F.one_hot(torch.tensor(2), 4)
+
+    with mock.patch.object(ReplicatedLinear, "forward", steered):
+        return trained(config, batches, layout, **how)
+
+
+@pytest.mark.parametrize("layout", ["ep2", "tp2ep4+sp", "pp2ep2+zb-h1"])
+def test_one_expert_gets_all_tokens_and_a_rank_none(ranks, layout):
+    config, place = replace(MIXTRAL, experts_per_token=1), Layout.named(layout)
+    batches, how = batches_of("plain", 2), {"count": 4, "schedule": place.schedule}
+    alone = all_to_one_expert(config, batches, {}, count=4)
+    results = ranks(all_to_one_expert, place.ranks, config, batches, sizes_of(place), **how)
+    worst, what = worst_difference(results, alone)
+    assert worst < 1e-5, what
+    _, kept = alone
+    unused = torch.cat([part for _, part in kept[0]["layers.0.moe.gate_up.weight"]], 1)[[0, 1, 3]]
+    assert not unused.any()
+
+
+WAYS = {
+    "recompute": {"recompute": ("full",)},
+    "selective": {"recompute": ("selective",)},
+    "frozen experts": {"train": "attention|router|norm"},
+    "frozen attention": {"train": r"moe[.]|head"},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("layout", ["tp2ep2+sp", "pp2ep2+zb-h1"])
+def test_other_ways_to_train_are_those_of_one_process(ranks, layout, way):
+    place, batches = Layout.named(layout), batches_of("padded", 2)
+    how = {"count": 4, "model": WAYS[way]}
+    alone = trained(MIXTRAL, batches, {}, **how)
+    how["schedule"] = place.schedule
+    results = ranks(trained, place.ranks, MIXTRAL, batches, sizes_of(place), **how)
+    worst, what = worst_difference(results, alone)
+    assert worst < 1e-5, what
+
+
+def test_losses_in_bfloat16_are_near_those_of_one_process(ranks):
+    """Rounding moves some tokens to other experts, so only the losses are compared."""
+    place, batches = Layout.named("tp2ep2+sp"), batches_of("padded", 3)
+    how = {"count": 4, "model": {"dtype": torch.bfloat16}}
+    expected = [loss for loss, *_ in trained(MIXTRAL, batches, {}, **how)[0]]
+    for history, _ in ranks(trained, 4, MIXTRAL, batches, sizes_of(place), **how):
+        assert worst_relative([loss for loss, *_ in history], expected) < 1e-2
+
+
+def test_a_checkpoint_resumes_in_other_layouts(ranks, tmp_path):
+    """With its moments: the steps after it, and the weights, are those of one process."""
+    batches, config = batches_of("plain", 4), replace(MIXTRAL, router_balance="bias")
+    alone = trained(config, batches, {}, count=4)
+    place = Layout.named("ep4+zero")
+    saved = {"saved": tmp_path / "ep4", "count": 4, "zero": 1}
+    ranks(trained, 4, config, batches[:2], sizes_of(place), **saved)
+    for layout in ("tp1", "tp2", "tp2ep2", "pp2ep2", "ep2+zero"):
+        place = Layout.named(layout)
+        resumed = {"start": tmp_path / "ep4", "count": 4, "zero": place.zero}
+        if place.ranks == 1:
+            results = [trained(config, batches, {}, **resumed)]
+        else:
+            results = ranks(trained, place.ranks, config, batches, sizes_of(place), **resumed)
+        for history, _ in results:
+            assert worst_relative(history, alone[0][2:]) < 1e-5, layout
+        worst, name = worst_gradient([kept[-1] for _, kept in results], alone[1][-1])
+        assert worst < 1e-5, (layout, name)

@@ -11,7 +11,6 @@ from megazoo.checkpoint import Checkpoint, load, save
 from megazoo.checkpoint.base import checksum_of
 from megazoo.checkpoint.ownership import foreign_entry, remove
 from megazoo.errors import UserError
-from megazoo.evaluation.scoring import score
 from megazoo.models.registry import FAMILIES
 from megazoo.models.resharding import write_shards
 from megazoo.models.source import SavedModel
@@ -111,22 +110,6 @@ def test_a_backward_of_ones_own_is_averaged(ranks):
     assert (
         worst_relative([norm for _, norm in results[0][0]], [norm for _, norm in expected]) < 1e-5
     )
-
-
-def uses_that_are_refused(layout):
-    model = megazoo.from_config(config(), context(**layout))
-    ids, errors = torch.zeros(1, 8, dtype=torch.int64), []
-    for use in (lambda: model.generate(ids, max_new_tokens=1), lambda: score(model, ids, ids)):
-        with pytest.raises(UserError) as error:
-            use()
-        errors.append(str(error.value).partition(":")[0])
-    return errors
-
-
-def test_uses_in_which_replicas_run_apart_are_refused(ranks):
-    text = "does not support axes that are folded into dp x cp, here toy"
-    for errors in in_world(ranks, uses_that_are_refused, dict(dp=2, folded={"toy": 2})):
-        assert errors == [f"generation {text}", f"scoring {text}"]
 
 
 def test_buckets_of_several_axes_leave_in_the_order_of_their_last_parameters():

@@ -32,11 +32,13 @@ PROBLEM = "single_label_classification"
 FUSED = ["query_key_value"]
 Q_AND_V = {"Mistral": ["q_proj", "v_proj"], "GPTNeoX": FUSED, "Bloom": FUSED, "Falcon": FUSED}
 Q_AND_V["Phi3"] = ["qkv_proj"]
+OF_EXPERTS = ["q_proj", "k_proj", "v_proj", "o_proj"]  # adapters of experts are not supported
+WITH_CLASSIFIER = [name for name in ONE_OF_EACH if TWINS[name][0] != "Olmoe"]
 WHAT = {"q and v": ("q", "v"), "all linear": "all-linear"}
 # Fast: each family in one process or in two, and with one kind of adapters.
 NUMBER = {name: number for number, name in enumerate(ONE_OF_EACH)}
 CLASSIFIERS = marked_slow(
-    list(product(ONE_OF_EACH, LAYOUTS)),
+    list(product(WITH_CLASSIFIER, LAYOUTS)),
     lambda _, case: case[1] != LAYOUTS[NUMBER[case[0]] % 2],
     name=lambda case: f"{case[0]}-{layout_name(case[1])}",
 )
@@ -135,7 +137,7 @@ def classified(path, layout):
 def modules_of(name, what):
     """What PEFT calls the targets."""
     if what == "all linear":
-        return WHAT[what]
+        return OF_EXPERTS if has_experts(name) else WHAT[what]
     return Q_AND_V.get(TWINS[name][0], Q_AND_V["Mistral"])
 
 
@@ -200,7 +202,7 @@ def added(base, made, targets, layout):
 
 
 def test_a_classifier_through_shards_is_bit_for_bit(tmp_path):
-    for name in ONE_OF_EACH:
+    for name in WITH_CLASSIFIER:
         paths = [tmp_path / name / part for part in ("given", "shards", "back")]
         classifier(name).save_pretrained(paths[0])
         megazoo.from_pretrained(paths[0]).save_parallelized(paths[1])
