@@ -1,5 +1,6 @@
 """The auxiliary losses of a run: their values, and the counts of their means."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ def declared_losses(model: nn.Module) -> dict[str, int] | None:
     return names if names or counts else None
 
 
-def check_order(names: dict[str, int] | None, table: list, count: int) -> None:
+def check_order(names: dict[str, int] | None, table: Iterable, count: int) -> None:
     """Raise UserError if there are joint losses, and a forward follows a backward.
 
     table: of the last stage's rank, the same on every rank. count: number of micro-batches.

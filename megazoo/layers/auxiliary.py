@@ -236,7 +236,7 @@ def attach_joint_loss(
         name: name of the loss. The layer must declare it with the size of the vectors:
             self.joint_losses = {name: size}.
         counts: [size], without a gradient: the sum over this rank's tokens of the micro-batch.
-        values: [size], fp32: likewise.
+        values: [size], fp32: the sum of the values over the same tokens.
         number: the number of these tokens, 0-dimensional.
         factor: of the loss.
     """

@@ -99,6 +99,7 @@ class Router(ReplicatedLinear):
     """
 
     counts_tokens = True
+    bias: torch.nn.Parameter
     shown = ("top_k", "balance")
 
     def __init__(
@@ -205,4 +206,4 @@ class Router(ReplicatedLinear):
         the counts of all ranks."""
         self.load = counts
         if self.balance == "bias":
-            self.bias += self.bias_rate * (counts.double().mean() - counts).sign()
+            self.bias.add_((counts.double().mean() - counts).sign(), alpha=self.bias_rate)

@@ -76,7 +76,7 @@ class ExpertsFields:
 
 
 def _indices(layers: Any) -> Iterable[int]:
-    """Return indices of layers; UserError for anything else."""
+    """Return indices of layers; UserError for another value."""
     if not isinstance(layers, list | tuple) or not all(type(index) is int for index in layers):
         raise UserError(f"dense_layers must be a list of indices of layers, not {layers!r:.80}")
     return layers

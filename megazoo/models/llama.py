@@ -130,11 +130,12 @@ class Block(Layer):
 
     def add_mlp(self, config: LlamaFamilyConfig, index: int, residual_std: float) -> None:
         """Add the feed-forward part. residual_std: of the initial weights of its output."""
+        c = config
         self.mlp = GatedMLP(
-            config.hidden_size,
-            config.ffn_size,
-            activation_named(config.activation),
-            bias=config.mlp_bias,
+            c.hidden_size,
+            c.ffn_size,
+            activation_named(c.activation),
+            bias=c.mlp_bias,
             output_std=residual_std,
         )
 

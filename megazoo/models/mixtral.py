@@ -1,7 +1,7 @@
 """Mixtral (Jiang et al. 2024): Mistral with experts instead of the MLP.
 
 The router chooses 2 of 8 experts for each token, and divides their weights by their sum: see
-experts.py. Everything else is as in mistral.py. The published models have no window.
+experts.py. All other parts are as in mistral.py. The published models have no window.
 """
 
 from dataclasses import dataclass

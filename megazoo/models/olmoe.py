@@ -2,7 +2,7 @@
 queries and keys.
 
 Queries are normalised over all heads together, and keys too, as in olmo2.py. See experts.py;
-everything else is as in llama.py.
+all other parts are as in llama.py.
 """
 
 from dataclasses import dataclass

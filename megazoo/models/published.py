@@ -26,7 +26,7 @@ _GPT2_TOKENS = 512 * 1024
 # LLaMA: Touvron et al. 2023, table 2. Llama 2: Touvron et al. 2023, table 1. Llama 3:
 # Grattafiori et al. 2024, table 3 (no batch for 8B and 70B). Pythia: Biderman et al. 2023.
 # GPT-NeoX: Black et al. 2022, table 2. OLMo 2: OLMo Team 2025, table 3. BLOOM: BigScience 2022,
-# table 3. Falcon: the model cards.
+# table 3. Falcon: the model cards. OLMoE: Muennighoff et al. 2024, table 10.
 _PYTHIA_TOKENS = 1024 * 2048
 PUBLISHED = {
     "gpt2": Published("openai-community/gpt2", None, _GPT2_TOKENS),
@@ -94,6 +94,13 @@ PUBLISHED = {
     "bloom-176b": Published("bigscience/bloom", 6e-5, 2048 * 2048),
     "falcon-7b": Published("tiiuae/falcon-7b", 6e-4, 2304 * 2048),
     "falcon-40b": Published("tiiuae/falcon-40b", 1.85e-4, 1152 * 2048),
+    "mixtral-8x7b": Published("mistralai/Mixtral-8x7B-v0.1"),
+    "mixtral-8x22b": Published("mistralai/Mixtral-8x22B-v0.1"),
+    "qwen1.5-moe-a2.7b": Published("Qwen/Qwen1.5-MoE-A2.7B"),
+    "qwen2-57b-a14b": Published("Qwen/Qwen2-57B-A14B"),
+    "qwen3-30b-a3b": Published("Qwen/Qwen3-30B-A3B"),
+    "qwen3-235b-a22b": Published("Qwen/Qwen3-235B-A22B"),
+    "olmoe-1b-7b": Published("allenai/OLMoE-1B-7B-0924", 4e-4, 1024 * 4096),
 }
 # Parameters in millions, learning rate, tokens per step in millions: Brown et al. 2020, table 2.1.
 GPT3 = (

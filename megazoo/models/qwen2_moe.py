@@ -1,7 +1,7 @@
 """Qwen1.5-MoE and Qwen2-MoE (Yang et al. 2024): Qwen2 with experts instead of the MLP.
 
 One more expert is shared: all tokens use it, and its result is multiplied by
-sigmoid(shared_gate(x)). See experts.py; everything else is as in qwen2.py.
+sigmoid(shared_gate(x)). See experts.py; all other parts are as in qwen2.py.
 """
 
 from dataclasses import dataclass

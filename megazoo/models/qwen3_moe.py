@@ -1,6 +1,6 @@
 """Qwen3-MoE (Yang et al. 2025): Qwen3 with experts instead of the MLP.
 
-See experts.py; everything else is as in qwen3.py.
+See experts.py; all other parts are as in qwen3.py.
 """
 
 from dataclasses import dataclass

@@ -21,6 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 from megazoo.cli import options as settings  # noqa: E402
 from megazoo.cli.commands import COMMANDS  # noqa: E402
+from megazoo.errors import UserError  # noqa: E402
 from megazoo.layers.rotary import SCALINGS  # noqa: E402
 from megazoo.models.gguf.architecture import ARCHITECTURES  # noqa: E402
 from megazoo.models.registry import FAMILIES  # noqa: E402
@@ -53,6 +54,14 @@ HEADINGS = {
     "Options": "Configuration file and dry run",
 }
 NO_GROUP = "Flags that read or print the settings of a run."
+
+
+def _architecture(config) -> str:
+    """Return the class of transformers for a config, or "no"."""
+    try:
+        return config.to_hugging_face()["architectures"][0]
+    except UserError:
+        return "no"
 
 
 def flag_table() -> str:
@@ -135,7 +144,7 @@ def family_table() -> str:
     for name, model in FAMILIES.items():
         config = model.presets[f"{name}-tiny"]
         heads = [config, replace(config, num_labels=2)]
-        architectures = [head.to_hugging_face()["architectures"][0] for head in heads]
+        architectures = [_architecture(head) for head in heads]
         cells = [
             f"[{name}](#{name})",
             f"`{model.HUGGING_FACE.model_type or name}`",
