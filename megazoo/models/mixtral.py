@@ -14,6 +14,8 @@ from megazoo.models.hugging_face.config import ConfigReader
 from megazoo.models.hugging_face.windows import read_window
 from megazoo.models.registry import register
 
+COUNTS = ("num_local_experts", "num_experts")
+
 
 @dataclass(frozen=True)
 class MixtralConfig(experts.ExpertsFields, mistral.MistralConfig):
@@ -28,11 +30,12 @@ class MixtralConfig(experts.ExpertsFields, mistral.MistralConfig):
         values = hugging_face.read_config(fields, cls)
         fields.only("router_jitter_noise", 0.0)
         window = read_window(fields, 0) if "sliding_window" in fields.values else 0
-        return cls(**values, window=window, **hugging_face_experts.read_experts(fields, cls))
+        values |= hugging_face_experts.read_experts(fields, cls, COUNTS, {})
+        return cls(**values, window=window)
 
     def to_hugging_face(self) -> dict:
         config = hugging_face.write_config(self, "mixtral")
-        own = hugging_face_experts.write_experts(self, "num_local_experts")
+        own = hugging_face_experts.write_experts(self, COUNTS[0], {})
         return {**config, **own, "sliding_window": self.window or None}
 
 
@@ -51,7 +54,7 @@ class Mixtral(experts.SparseLlama):
         ),
         "mixtral-8x7b": MixtralConfig(max_positions=32768, router_aux_loss_coef=0.02),
         "mixtral-8x22b": MixtralConfig(
-            vocab_size=32768, max_positions=65536, hidden_size=6144, layers=56, heads=48,
+            max_positions=65536, hidden_size=6144, layers=56, heads=48,
             ffn_size=16384,
         ),
     }  # fmt: skip

@@ -17,6 +17,7 @@ from megazoo.models.hugging_face.names import HFNames
 from megazoo.models.registry import register
 
 FIELDS = {"norm_topk_prob": "normalize_weights"}
+COUNTS = ("num_experts", "num_local_experts")
 NAMES = hugging_face.NAMES | {
     "layers.{}.attention.q_norm": HFNames("model.layers.{}.self_attn.q_norm"),
     "layers.{}.attention.k_norm": HFNames("model.layers.{}.self_attn.k_norm"),
@@ -44,7 +45,12 @@ class OlmoeConfig(experts.ExpertsFields, llama.LlamaFamilyConfig):
     def from_hugging_face(cls, fields: ConfigReader) -> "OlmoeConfig":
         values = hugging_face.read_config(fields, cls)
         fields.only("clip_qkv", None)
-        return cls(**values, **hugging_face_experts.read_experts(fields, cls, FIELDS))
+        if values["head_size"]:
+            raise UserError(
+                f"head_dim {values['head_size']} is not supported: it must be hidden_size / "
+                "num_attention_heads"
+            )
+        return cls(**values, **hugging_face_experts.read_experts(fields, cls, COUNTS, FIELDS))
 
     def to_hugging_face(self) -> dict:
         if self.num_labels:
@@ -53,7 +59,7 @@ class OlmoeConfig(experts.ExpertsFields, llama.LlamaFamilyConfig):
                 "shards"
             )
         values = hugging_face.write_config(self, "olmoe")
-        return values | hugging_face_experts.write_experts(self, "num_experts", FIELDS)
+        return values | hugging_face_experts.write_experts(self, COUNTS[0], FIELDS)
 
 
 class Block(experts.Block):

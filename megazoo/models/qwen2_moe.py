@@ -41,7 +41,9 @@ class Qwen2MoeConfig(experts.ExpertsFields, qwen2.Qwen2Config):
         fields.only("layer_types", layer_types(values["layers"], values["layers"]))
         for name in ("sliding_window", "max_window_layers"):
             fields.take(name)  # has no effect
-        return cls(**values, **hugging_face_experts.read_experts(fields, cls, FIELDS))
+        return cls(
+            **values, **hugging_face_experts.read_experts(fields, cls, ("num_experts",), FIELDS)
+        )
 
     def to_hugging_face(self) -> dict:
         if self.window:

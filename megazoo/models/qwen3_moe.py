@@ -15,6 +15,7 @@ from megazoo.models.hugging_face.windows import read_common_window
 from megazoo.models.registry import register
 
 FIELDS = hugging_face_experts.QWEN_FIELDS
+COUNTS = ("num_experts", "num_local_experts")
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Qwen3MoeConfig(experts.ExpertsFields, qwen3.Qwen3Config):
     @classmethod
     def from_hugging_face(cls, fields: ConfigReader) -> "Qwen3MoeConfig":
         values = hugging_face.read_config(fields, cls)
-        values |= hugging_face_experts.read_experts(fields, cls, FIELDS)
+        values |= hugging_face_experts.read_experts(fields, cls, COUNTS, FIELDS)
         return cls(**values, window=read_common_window(fields))
 
     def to_hugging_face(self) -> dict:
@@ -45,7 +46,7 @@ class Qwen3MoeConfig(experts.ExpertsFields, qwen3.Qwen3Config):
                 "use 0"
             )
         window = {"use_sliding_window": bool(self.window), "sliding_window": self.window or None}
-        return values | hugging_face_experts.write_experts(self, "num_experts", FIELDS) | window
+        return values | hugging_face_experts.write_experts(self, COUNTS[0], FIELDS) | window
 
 
 class Block(experts.Block, qwen3.Block):

@@ -111,11 +111,29 @@ PHI = {
     "original_max_position_embeddings": [16],
     "embd_pdrop": [0.1],
 }
+EXPERTS = {
+    "num_experts_per_tok": [1, 2, 4, 5],
+    "num_experts": [4, 5],
+    "num_local_experts": [4],
+    "router_aux_loss_coef": [0.1],
+    "output_router_logits": [False],
+    "router_jitter_noise": [0.0, 0.1],
+}
+QWEN_EXPERTS = {
+    **EXPERTS,
+    "moe_intermediate_size": [12, 16],
+    "norm_topk_prob": [True, False],
+    "decoder_sparse_step": [1, 2],
+    "mlp_only_layers": [None, [], [0], [1, 2]],
+    "shared_expert_intermediate_size": [24],
+}
 FIELDS = {
     "mistral": LLAMAS, "qwen2": QWENS, "qwen3": QWENS, "gpt_neox": NEOX, "olmo2": LLAMAS,
     "olmo3": PATTERNS | BY_LAYER, "gemma2": GEMMA | {"attn_logit_softcapping": [None, 2.0]},
     "gemma3_text": GEMMA | BY_LAYER | {"rope_local_base_freq": [5e2]},
-    "phi3": PHI, "bloom": BLOOM, "falcon": FALCON,
+    "phi3": PHI, "bloom": BLOOM, "falcon": FALCON, "mixtral": LLAMAS | EXPERTS,
+    "qwen2_moe": QWENS | QWEN_EXPERTS, "qwen3_moe": QWENS | QWEN_EXPERTS,
+    "olmoe": LLAMAS | EXPERTS | {"clip_qkv": [None, 5.0], "norm_topk_prob": [True, False]},
 }  # fmt: skip
 NO_KV_HEADS = ("gpt_neox", "bloom", "falcon")
 OTHERS = ["mlp_bias", "is_causal", "logit_scale", "num_experts", "attention_sink"]
@@ -130,6 +148,8 @@ def random_values(family: str, rng: random.Random) -> dict:
         values["ffn_hidden_size"] = values.pop("intermediate_size")
     if family == "gemma2":
         values["attn_implementation"] = "eager"
+    if family == "mixtral":  # dynamic scaling of transformers fails without it
+        values["head_dim"] = 8
     if family not in NO_KV_HEADS:
         values["num_key_value_heads"] = 2
     for name in rng.sample(list(FIELDS[family]), rng.randint(1, 5)):

@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 
-from megazoo.models.counts import parameter_count
+from megazoo.models.counts import flops_per_token, parameter_count
 from megazoo.models.registry import FAMILIES, config_from_hugging_face, family_of, find_config
 from megazoo.parallel import ParallelContext
 from tests.support.sampling import marked_slow
@@ -48,17 +48,34 @@ PUBLISHED = {
     "bloom-7b1": 7_069_016_064,
     "bloom-176b": 176_247_271_424,
     "falcon-7b": 6_921_720_704,
+    "mixtral-8x7b": 46_702_792_704,
+    "mixtral-8x22b": 140_620_634_112,
+    "qwen1.5-moe-a2.7b": 14_315_784_192,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "olmoe-1b-7b": 6_919_161_856,
 }
+# Parameters that a token uses, in billions, as the model cards round them.
+ACTIVE = {"mixtral-8x7b": 12.9, "qwen1.5-moe-a2.7b": 2.7, "qwen3-30b-a3b": 3.3, "olmoe-1b-7b": 1.3}
 KINDS = {
     "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "pythia": "GPTNeoX",
     "gemma2": "Gemma2", "gemma3": "Gemma3", "olmo2": "Olmo2", "olmo3": "Olmo3", "phi3": "Phi3",
-    "bloom": "Bloom", "falcon": "Falcon",
+    "bloom": "Bloom", "falcon": "Falcon", "mixtral": "Mixtral", "qwen2_moe": "Qwen2Moe",
+    "qwen3_moe": "Qwen3Moe", "olmoe": "Olmoe",
 }  # fmt: skip
 
 
 def test_presets_have_the_published_parameters():
     assert {preset: parameter_count(find_config(preset)) for preset in PUBLISHED} == PUBLISHED
     assert 174e9 < parameter_count(find_config("gpt3-175b")) < 176e9
+
+
+def test_flops_count_the_parameters_that_a_token_uses():
+    for preset, billions in ACTIVE.items():
+        config = find_config(preset)
+        matrices = flops_per_token(config, 0) / 6  # without the embedding
+        active = matrices + config.vocab_size * config.hidden_size
+        assert active == pytest.approx(billions * 1e9, rel=0.03), preset
 
 
 @pytest.mark.parametrize(

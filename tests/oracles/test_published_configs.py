@@ -82,6 +82,40 @@ FILES = {
         max_position_embeddings=2048, num_attention_heads=64, num_hidden_layers=44,
         rotary_emb_base=10000, rotary_pct=0.25, tie_word_embeddings=False, vocab_size=50432,
     ),
+    "mixtral-8x7b": dict(
+        model_type="mixtral", attention_dropout=0.0, hidden_act="silu", hidden_size=4096,
+        intermediate_size=14336, max_position_embeddings=32768, num_attention_heads=32,
+        num_experts_per_tok=2, num_hidden_layers=32, num_key_value_heads=8, num_local_experts=8,
+        output_router_logits=False, rms_norm_eps=1e-5, rope_theta=1e6, router_aux_loss_coef=0.02,
+        sliding_window=None, tie_word_embeddings=False, vocab_size=32000,
+    ),
+    "qwen3-30b-a3b": dict(
+        model_type="qwen3_moe", attention_bias=False, attention_dropout=0.0, head_dim=128,
+        decoder_sparse_step=1, hidden_act="silu", hidden_size=2048, intermediate_size=6144,
+        max_position_embeddings=40960, max_window_layers=48, mlp_only_layers=[],
+        moe_intermediate_size=768, norm_topk_prob=True, num_attention_heads=32, num_experts=128,
+        num_experts_per_tok=8, num_hidden_layers=48, num_key_value_heads=4,
+        output_router_logits=False, rms_norm_eps=1e-6, rope_scaling=None, rope_theta=1e6,
+        router_aux_loss_coef=0.001, sliding_window=None, tie_word_embeddings=False,
+        use_sliding_window=False, vocab_size=151936,
+    ),
+    "qwen1.5-moe-a2.7b": dict(
+        model_type="qwen2_moe", attention_dropout=0.0, decoder_sparse_step=1, hidden_act="silu",
+        hidden_size=2048, intermediate_size=5632, max_position_embeddings=8192,
+        max_window_layers=21, moe_intermediate_size=1408, norm_topk_prob=False,
+        num_attention_heads=16, num_experts=60, num_experts_per_tok=4, num_hidden_layers=24,
+        num_key_value_heads=16, output_router_logits=False, rms_norm_eps=1e-6, rope_theta=1e6,
+        router_aux_loss_coef=0.001, shared_expert_intermediate_size=5632, sliding_window=32768,
+        tie_word_embeddings=False, use_sliding_window=False, vocab_size=151936,
+    ),
+    "olmoe-1b-7b": dict(
+        model_type="olmoe", attention_bias=False, attention_dropout=0.0, clip_qkv=None,
+        hidden_act="silu", hidden_size=2048, intermediate_size=1024, max_position_embeddings=4096,
+        norm_topk_prob=False, num_attention_heads=16, num_experts=64, num_experts_per_tok=8,
+        num_hidden_layers=16, num_key_value_heads=16, output_router_logits=False,
+        rms_norm_eps=1e-5, rope_scaling=None, rope_theta=10000.0, router_aux_loss_coef=0.01,
+        tie_word_embeddings=False, vocab_size=50304,
+    ),
 }  # fmt: skip
 
 

@@ -43,24 +43,24 @@ LIST = "mlp_only_layers"
 
 
 def read_experts(
-    fields: ConfigReader, config_class: type, more: dict[str, str] | None = None
+    fields: ConfigReader, config_class: Any, counts: tuple[str, ...], more: dict[str, str]
 ) -> dict[str, Any]:
     """Return the values of ExpertsFields. Raises UserError for a field that is not supported.
 
-    config_class: class of the config, with the defaults of transformers. more: further fields that
-    the family has, with their megazoo names.
+    config_class: class of the config, with the defaults of transformers. counts: names of the field
+    with the number of experts. more: further fields that the family has, with their megazoo names.
     """
-    names = FIELDS | (more or {})
-    values = {ours: fields.take(theirs) for theirs, ours in names.items() if theirs == LIST}
-    values = {ours: value or () for ours, value in values.items()}
-    values |= fields.renamed({t: o for t, o in names.items() if t != LIST}, config_class)
     fields.take("output_router_logits", False)  # training always adds the auxiliary loss
-    default = fields.take("num_experts", getattr(config_class, "experts", 0))
-    values["experts"] = fields.take("num_local_experts", default)
-    return values
+    values = fields.renamed(FIELDS | {t: o for t, o in more.items() if t != LIST}, config_class)
+    if LIST in more:
+        values[more[LIST]] = fields.take(LIST) or ()
+    found = {name: fields.take(name, 0) for name in counts if name in fields.values}
+    if len(set(found.values())) > 1:
+        raise UserError(f"{' and '.join(counts)} must be equal, not {list(found.values())}")
+    return values | {"experts": next(iter(found.values()), config_class.experts)}
 
 
-def write_experts(config: Any, count: str, more: dict[str, str] | None = None) -> dict[str, Any]:
+def write_experts(config: Any, count: str, more: dict[str, str]) -> dict[str, Any]:
     """Return the fields from which `read_experts` reads a config. count: the name of the field with
     the number of experts."""
     if config.router_balance == "bias":
@@ -68,6 +68,6 @@ def write_experts(config: Any, count: str, more: dict[str, str] | None = None) -
             "router_balance bias is not supported by transformers, whose files have no bias of the "
             "routers: use shards, or train with another balance"
         )
-    names = FIELDS | (more or {})
-    values = {theirs: getattr(config, ours) for theirs, ours in names.items()}
+    values = {theirs: getattr(config, ours) for theirs, ours in (FIELDS | more).items()}
+    values |= {LIST: list(values[LIST])} if LIST in values else {}
     return values | {count: config.experts}

@@ -66,8 +66,9 @@ def read_config(fields: ConfigReader, config_class: type) -> dict[str, Any]:
 def _read_rotary(fields: ConfigReader, default: float) -> tuple[float, dict | None]:
     """Return the base of the rotary embeddings, and their scaling or None."""
     theta, rope = fields.take("rope_theta", default), fields.nested("rope_parameters")
-    if "rope_scaling" in fields.values:  # the older form replaces the newer one
-        rope = fields.nested("rope_scaling")
+    older = fields.nested("rope_scaling")
+    if older.values:  # it replaces the newer form
+        rope = older
     return _theta_and_scaling(rope, theta)
 
 
