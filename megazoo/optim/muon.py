@@ -15,6 +15,7 @@ from megazoo.optim.clip import check_model, element_range
 from megazoo.optim.loss_scale import LossScale
 from megazoo.optim.newton_schulz import cost_of, orthogonalised
 from megazoo.optim.whole_matrices import Matrix, WholeMatrices
+from megazoo.parallel.axes import Axis
 from megazoo.parallel.buckets import GradientBuckets
 from megazoo.parallel.failure import propagate_errors
 from megazoo.parallel.module import NamedParameter, ShardedModule
@@ -31,7 +32,8 @@ class Muon(AdamW):
         W <- (1 - lr weight_decay) W - lr sqrt(max(1, rows / columns)) NewtonSchulz(u)
 
     This is computed for each full matrix of a linear layer: q, k and v of a fused projection are
-    three matrices, gate and up two, and the factors of adapters are matrices too. Embeddings,
+    three matrices, gate and up two, those of each expert are separate, and the factors of adapters
+    are matrices too. Embeddings,
     heads, norms and biases are trained with AdamW. The result does not depend on the layout: each
     matrix is gathered on one rank of (dp x cp x tp), which orthogonalises it for all. The work is
     balanced by cost. The factor sqrt(max(1, rows / columns)) is that of Jordan, as in
@@ -112,7 +114,13 @@ class Muon(AdamW):
         ]
         # not self.range_of, which would create a reference cycle
         ranges = partial(_range_of, self.buckets) if self.sharded else None
-        self.whole = WholeMatrices(self.matrices, self.ctx, cost_of, ranges)
+        of_axes: dict[Axis, list[NamedParameter]] = {}
+        for entry in self.matrices:
+            of_axes.setdefault(entry.spec.replicas(self.ctx), []).append(entry)
+        self.wholes = [
+            WholeMatrices(entries, self.ctx, axis, cost_of, ranges)
+            for axis, entries in of_axes.items()
+        ]
 
     @AdamW.lr.setter
     def lr(self, lr: float) -> None:
@@ -123,7 +131,7 @@ class Muon(AdamW):
     @property
     def step_flops(self) -> float:
         """The FLOPs per step with which this rank orthogonalises the matrices that it owns."""
-        mine = (matrix for matrix in self.whole.matrices if matrix.owner == self.whole.me)
+        mine = (m for whole in self.wholes for m in whole.matrices if m.owner == whole.me)
         cost = sum(cost_of(matrix.rows, matrix.columns) for matrix in mine)
         return 2.0 * self.param_groups[0]["ns_steps"] * cost
 
@@ -142,11 +150,17 @@ class Muon(AdamW):
         if "momentum" not in group:
             super()._update(entries, group, scale)
             return
-        stepped = {entry.name for entry in entries}  # parameters with a gradient
+        for whole in self.wholes:
+            self._step(whole, {entry.name for entry in entries}, group, scale)
+
+    def _step(
+        self, whole: WholeMatrices, stepped: set[str], group: dict, scale: torch.Tensor | None
+    ) -> None:
+        """Update matrices. stepped: names of the parameters with a gradient."""
 
         def direction_of(which: Matrix) -> torch.Tensor:
             """Update the momentum, and return this rank's elements of u."""
-            entry, mine = which.entry, self.whole.mine(which)
+            entry, mine = which.entry, whole.mine(which)
             buffer = self.state[entry.name][MOMENTUM][mine]
             if entry.name not in stepped:
                 return torch.zeros_like(buffer)
@@ -155,13 +169,13 @@ class Muon(AdamW):
             buffer.lerp_(gradient, 1 - group["momentum"])
             return gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
 
-        def step_of(whole: torch.Tensor, which: Matrix) -> torch.Tensor:
+        def step_of(matrix: torch.Tensor, which: Matrix) -> torch.Tensor:
             """Return the step of a full matrix for a learning rate of 1."""
             factor = math.sqrt(max(1.0, which.rows / which.columns))
-            return factor * orthogonalised(whole, group["ns_steps"], self.ns_dtype).float()
+            return factor * orthogonalised(matrix, group["ns_steps"], self.ns_dtype).float()
 
         def change(which: Matrix, step: torch.Tensor) -> None:
-            entry, mine = which.entry, self.whole.mine(which)
+            entry, mine = which.entry, whole.mine(which)
             if entry.name not in stepped:
                 return
             weights = self._mine(entry.parameter, entry)[mine]
@@ -172,7 +186,7 @@ class Muon(AdamW):
             if master is not None:
                 weights.copy_(changed)
 
-        self.whole.apply(step_of, direction_of, change)
+        whole.apply(step_of, direction_of, change)
 
 
 def _range_of(buckets: GradientBuckets, entry: NamedParameter, replica: int) -> tuple[int, int]:
@@ -195,9 +209,11 @@ def _check_settings(muon: dict, adamw: dict, ns_dtype: str) -> None:
 
 def _check_cuts(model, names: set[str]) -> None:
     """Raise UserError for a matrix that is sharded over another axis than tp, which is never
-    gathered."""
+    gathered. In a stack of weights, other axes may shard the stack."""
     for entry in model.trained_entries():
-        others = [shard.axis for shard in entry.spec.shards if shard.axis != "tp"]
+        inner = len(entry.spec.shape) - 2
+        shards = [shard for shard in entry.spec.shards if shard.axis != "tp"]
+        others = [shard.axis for shard in shards if shard.dim >= inner]
         if entry.name in names and others:
             raise UserError(
                 f"Muon can't train {entry.name}: it supports matrices that are sharded over tp, "
@@ -213,5 +229,5 @@ def linear_names(model: nn.Module) -> set[str]:
         for prefix, module in model.named_modules()
         if isinstance(module, ShardedModule)
         for name in module.multiplied
-        if getattr(module, name).dim() == 2
+        if getattr(module, name).dim() >= 2
     }

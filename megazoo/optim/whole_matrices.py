@@ -1,21 +1,24 @@
 """Gather matrices that are sharded over tp ranks and replicas, for work on full matrices, each on
 one rank.
 
-A matrix here is a part of a linear weight: q, k and v of a fused projection are three. Each has an
-owner among the ranks of a pipeline stage, chosen by cost. Owners work in parallel, in rounds of at
+A matrix here is a part of a linear weight: q, k and v of a fused projection are three. In a stack
+of weights, such as those of experts, each is separate. Each has an owner among the ranks of a
+pipeline stage that have the weight, chosen by cost. Owners work in parallel, in rounds of at
 most one matrix each, so that full matrices need little memory.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 
 import torch
 
+from megazoo.parallel.axes import Axis
 from megazoo.parallel.collectives import exchange_parts
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.module import NamedParameter
-from megazoo.parallel.shard import Piece, Place
+from megazoo.parallel.shard import Piece, Place, Shard
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,8 @@ class Matrix:
     """A matrix of [rows, columns], in its global shape.
 
     entry: the parameter that contains it. part: the index of the part. first: its first row in the
-    global parameter. owner: the rank along the token axis and the rank along tp that work on it.
+    global parameter, or in its weight of a stack. owner: the rank along the replicas and the rank
+    along tp that work on it. number: that of its weight among those of a stack on this rank.
     """
 
     entry: NamedParameter
@@ -32,46 +36,57 @@ class Matrix:
     rows: int
     columns: int
     owner: tuple[int, int] = (0, 0)
+    number: int = 0
+
+    def weight_shape(self, ctx: ParallelContext, tp_rank: int) -> tuple[int, int]:
+        """Return the shape of a tp rank's part of the weight: [rows, columns]."""
+        *_, rows, columns = self.entry.spec.local_shape(_place(ctx, tp_rank))
+        return rows, columns
 
     def span(self, ctx: ParallelContext, tp_rank: int) -> tuple[int, int]:
         """Return which elements of a tp rank's flattened part of the parameter are the matrix's:
         first and last + 1."""
-        shape, shard = self.entry.spec.local_shape(_place(ctx, tp_rank)), self.entry.spec.shard
-        if shard is None or shard.dim == 1:
-            return 0, shape[0] * shape[1]
+        rows, columns = self.weight_shape(ctx, tp_rank)
+        start, shard = self.number * rows * columns, _row_shard(self.entry)
+        if shard is None:
+            return start, start + rows * columns
         ends = [0, *accumulate(shard.local_sizes(ctx.tp_size, tp_rank))]
-        return ends[self.part] * shape[1], ends[self.part + 1] * shape[1]
+        return start + ends[self.part] * columns, start + ends[self.part + 1] * columns
 
     def pieces(self, ctx: ParallelContext, tp_rank: int) -> list[Piece]:
-        """Return the boxes of the parameter that a tp rank has of this matrix."""
-        rows = (self.first, self.first + self.rows)
-        return [
-            piece
-            for piece in self.entry.spec.pieces(_place(ctx, tp_rank))
-            if rows[0] <= piece.box[0][0] < rows[1]
-        ]
+        """Return the boxes of the weight that a tp rank has of this matrix, with their positions in
+        the rows of all weights of the stack."""
+        pieces, stop = [], self.first + self.rows
+        above = self.number * self.weight_shape(ctx, tp_rank)[0]
+        for piece in self.entry.spec.pieces(_place(ctx, tp_rank)):
+            box, (row, column) = piece.box[-2:], piece.offset[-2:]
+            if self.first <= box[0][0] < stop:
+                pieces.append(Piece(box, (row + above, column), piece.owned))
+        return pieces
 
 
 def stepped_matrices(
-    entries: list[NamedParameter], ctx: ParallelContext, cost: Callable
+    entries: list[NamedParameter], ctx: ParallelContext, cost: Callable, replicas: int
 ) -> list[Matrix]:
     """Return the matrices of linear weights, each with an owner; the same list on all ranks of a
-    stage.
+    stage that have the weights.
 
-    cost(rows, columns): of the work on one. The most costly first, each goes to the rank that has
-    least to do by then.
+    replicas: number of replicas of the weights. cost(rows, columns): of the work on one. The most
+    costly first, each goes to the rank that has least to do by then.
     """
     matrices = []
     for entry in entries:
-        rows, columns = entry.spec.shape
-        shard = entry.spec.shard
-        parts = shard.parts if shard is not None and shard.dim == 0 else (rows,)
+        *_, rows, columns = entry.spec.shape
+        *stack, _, _ = entry.spec.local_shape(ctx.place)
+        shard = _row_shard(entry)
+        parts = shard.parts if shard else (rows,)
         firsts = [0, *accumulate(parts)]
         matrices += [
-            Matrix(entry, number, firsts[number], size, columns)
-            for number, size in enumerate(parts)
+            Matrix(entry, part, firsts[part], size, columns, number=number)
+            for number in range(math.prod(stack))
+            for part, size in enumerate(parts)
         ]
-    ranks = [(d, t) for d in range(ctx.token_axis.size) for t in range(ctx.tp_size)]
+    ranks = [(d, t) for d in range(replicas) for t in range(ctx.tp_size)]
     load = dict.fromkeys(ranks, 0)
     owned = []
     for matrix in sorted(matrices, key=lambda m: -cost(m.rows, m.columns)):
@@ -84,19 +99,21 @@ def stepped_matrices(
 class WholeMatrices:
     """Applies a function to full matrices of which this rank has parts.
 
-    cost: as in `stepped_matrices`. ranges: for a parameter and a rank along the token axis, the
-    range of the tp rank's flattened part that this rank has; None if every replica has all of it.
+    replicas: the axis of the replicas of all entries. cost: as in `stepped_matrices`. ranges: for a
+    parameter and a rank along that axis, the range of the tp rank's flattened part that this rank
+    has; None if every replica has all of it.
     """
 
     def __init__(
         self,
         entries: list[NamedParameter],
         ctx: ParallelContext,
+        replicas: Axis,
         cost: Callable[[int, int], float],
         ranges: Callable[[NamedParameter, int], tuple[int, int]] | None,
     ):
-        self.ctx, self.replicas, self.ranges = ctx, ctx.token_axis, ranges
-        self.matrices = stepped_matrices(entries, ctx, cost)
+        self.ctx, self.replicas, self.ranges = ctx, replicas, ranges
+        self.matrices = stepped_matrices(entries, ctx, cost, replicas.size)
         self.rounds = _rounds(self.matrices)
         self.me = (self.replicas.rank, ctx.tp_rank)
 
@@ -221,14 +238,14 @@ class WholeMatrices:
 
     def _local(self, matrix: Matrix, tp_rank: int, piece: Piece) -> tuple[slice, ...]:
         """Return the index of a piece in a tp rank's part of a matrix."""
-        columns = matrix.entry.spec.local_shape(_place(self.ctx, tp_rank))[1]
+        columns = matrix.weight_shape(self.ctx, tp_rank)[1]
         start = matrix.span(self.ctx, tp_rank)[0] // columns
         rows, cols = piece.index()
         return slice(rows.start - start, rows.stop - start), cols
 
     def _shape(self, matrix: Matrix, tp_rank: int) -> tuple[int, int]:
         """Return the shape of a tp rank's part of a matrix."""
-        columns = matrix.entry.spec.local_shape(_place(self.ctx, tp_rank))[1]
+        columns = matrix.weight_shape(self.ctx, tp_rank)[1]
         return _length(matrix.span(self.ctx, tp_rank)) // columns, columns
 
     def _chosen(self, matrix: Matrix, tp_rank: int, once: bool) -> list[Piece]:
@@ -279,6 +296,12 @@ class WholeMatrices:
         """Return the index of a piece in the full matrix."""
         (top, bottom), (left, right) = piece.box
         return slice(top - matrix.first, bottom - matrix.first), slice(left, right)
+
+
+def _row_shard(entry: NamedParameter) -> Shard | None:
+    """Return the shard over tp of the rows of a weight, or None."""
+    shard = entry.spec.shard
+    return shard if shard is not None and shard.dim == len(entry.spec.shape) - 2 else None
 
 
 def _place(ctx: ParallelContext, tp_rank: int) -> Place:

@@ -76,12 +76,14 @@ def measure_static(model: Model, run: PlannedRun) -> Static:
         buckets.gather()
     flops = 0.0
     if isinstance(optimizer, Muon):
-        whole = optimizer.whole
-        whole.apply(
-            lambda matrix, _: matrix,
-            lambda which: optimizer.state[which.entry.name][MOMENTUM][whole.mine(which)],
-            lambda *_: None,
-        )
+        for whole in optimizer.wholes:
+            whole.apply(
+                lambda matrix, _: matrix,
+                lambda which, whole=whole: optimizer.state[which.entry.name][MOMENTUM][
+                    whole.mine(which)
+                ],
+                lambda *_: None,
+            )
         flops = optimizer.step_flops
     return Static(
         parameters=sum(e.parameter.numel() for e in entries),

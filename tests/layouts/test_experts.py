@@ -8,9 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import megazoo
 from megazoo.evaluation.scoring import score
 from megazoo.layers import ReplicatedLinear
 from megazoo.models.mixtral import MixtralConfig
+from megazoo.optim.newton_schulz import orthogonalised
 from megazoo.parallel import ParallelContext
 from megazoo.testing import Layout
 from tests.support.layouts import (
@@ -181,3 +183,34 @@ def test_a_checkpoint_resumes_in_other_layouts(ranks, tmp_path):
             assert worst_relative(history, alone[0][2:]) < 1e-5, layout
         worst, name = worst_gradient([kept[-1] for _, kept in results], alone[1][-1])
         assert worst < 1e-5, (layout, name)
+
+
+def directions_of(config, layout):
+    """The change of each matrix by Muon with an almost plain step, and its gradient."""
+    model = model_in(config, context(**layout))
+    muon = megazoo.optim.Muon(model, lr=1.0, weight_decay=0.0, momentum=0.0, clip_grad=0)
+    before = model.layers["0"].moe.gate_up.weight.detach().clone()
+    (batch,) = batches_of("plain", 1)
+    model.train_batch(**batch, num_microbatches=1)
+    gradient = model.layers["0"].moe.gate_up.weight.grad.clone()
+    muon.step()
+    return before - model.layers["0"].moe.gate_up.weight.detach(), gradient
+
+
+def test_muon_orthogonalises_gate_and_up_of_each_expert_apart():
+    steps, gradients = directions_of(MIXTRAL, {})
+    for step, gradient in zip(steps, gradients, strict=True):
+        for part, of_part in zip(step.chunk(2), gradient.chunk(2), strict=True):
+            factor = max(1.0, part.shape[0] / part.shape[1]) ** 0.5
+            expected = factor * orthogonalised(of_part, 5, torch.float32)
+            assert (part - expected).norm() < 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("layout", ["tp2ep2+sp", "ep2+zero", "dp4ep2+zero", "pp2ep2", "tp2+sp"])
+def test_muon_steps_are_those_of_one_process(ranks, layout):
+    place, batches = Layout.named(layout), batches_of("plain", 3)
+    how = {"count": 4, "kind": "Muon", "zero": place.zero}
+    alone = trained(MIXTRAL, batches, {}, count=4, kind="Muon")
+    results = ranks(trained, place.ranks, MIXTRAL, batches, sizes_of(place), **how)
+    worst, what = worst_difference(results, alone)
+    assert worst < 1e-4, what

@@ -82,7 +82,7 @@ def train(config, layout, steps=3, schedule="1f1b", zero=0, path=None, made=None
         first = first or parts(model)
     if made:
         save(made, steps, model, optimizer)
-    owned = [m for m in optimizer.whole.matrices if m.owner == optimizer.whole.me]
+    owned = [m for m in optimizer.wholes[0].matrices if m.owner == optimizer.wholes[0].me]
     cost = sum(cost_of(m.rows, m.columns) for m in owned)
     return losses, first, cost
 
@@ -146,18 +146,19 @@ def test_an_update_and_the_losses_are_those_of_one_process(ranks, request, name,
 
 
 class Mix(ShardedModule):
-    """A layer of one's own: a matrix, and what is none."""
+    """A layer of one's own: a matrix, a stack of them, and what is none."""
 
-    multiplied = ("matrix", "stack")
+    multiplied = ("matrix", "stack", "vector")
 
     def __init__(self):
         super().__init__(ParallelContext())
-        for name, shape in {"matrix": (4, 6), "stack": (2, 4, 6), "table": (9, 6)}.items():
+        shapes = {"matrix": (4, 6), "stack": (2, 4, 6), "vector": (6,), "table": (9, 6)}
+        for name, shape in shapes.items():
             self.add_parameter(name, ParameterSpec(shape))
 
 
 def test_a_layer_of_ones_own_says_what_its_matrices_are():
-    assert linear_names(torch.nn.ModuleDict({"mix": Mix()})) == {"mix.matrix"}
+    assert linear_names(torch.nn.ModuleDict({"mix": Mix()})) == {"mix.matrix", "mix.stack"}
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
@@ -325,7 +326,7 @@ def test_who_has_nothing_to_send_takes_part_on_the_same_device(zero):
     for rank in range(20):
         ctx = replace(megazoo.ParallelContext.virtual(4, 1, 5, rank=rank), device=meta)
         optimizer = Muon(FAMILIES["gpt2"].on_meta(tiny_config(layers=1), ctx), zero=zero)
-        state, mine, taken = optimizer.state, optimizer.whole.mine, []
+        state, mine, taken = optimizer.state, optimizer.wholes[0].mine, []
 
         def give(matrix, state=state, mine=mine):
             return state[matrix.entry.name]["momentum"][mine(matrix)]
@@ -335,7 +336,7 @@ def test_who_has_nothing_to_send_takes_part_on_the_same_device(zero):
             assert part.shape == give(matrix).shape
             taken.append(matrix)
 
-        optimizer.whole.apply(lambda whole, _: whole, give, take)
+        optimizer.wholes[0].apply(lambda whole, _: whole, give, take)
         assert len(set(taken)) == len(taken) == 6
 
 
@@ -347,7 +348,7 @@ def test_every_matrix_has_one_owner_and_the_work_is_balanced():
     linear = linear_names(model)
     entries = [entry for entry in model.entries() if entry.name in linear]
     load_of = {}
-    matrices = stepped_matrices(entries, ctx, cost_of)
+    matrices = stepped_matrices(entries, ctx, cost_of, ctx.token_axis.size)
     for matrix in matrices:
         load_of[matrix.owner] = load_of.get(matrix.owner, 0) + cost_of(matrix.rows, matrix.columns)
     assert len({(m.entry.name, m.part) for m in matrices}) == len(matrices) == 32 * 7

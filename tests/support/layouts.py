@@ -119,19 +119,21 @@ def model_in(config, ctx, *, train: str | None = None, recompute=("none",), **ho
 
 
 def trained(config, batches: list, layout: dict, *, count=MICRO_BATCHES, model=None, start=None,
-            saved=None, schedule="1f1b", **optimizer):  # fmt: skip
+            saved=None, schedule="1f1b", kind="AdamW", **optimizer):  # fmt: skip
     """Train a step on each global batch; returns [(loss, norm)], and what is to be compared by
     parameter: every step's gradients, and last the weights, each as {name: [(box, this rank's
     part)]}. ZeRO-1 has no whole gradients.
 
     count: micro-batches, of all replicas together. model: more for `model_in`. start: a checkpoint
-    to go on from, whose steps are not made again. saved: where to save in the end.
+    to go on from, whose steps are not made again. saved: where to save in the end. kind: of the
+    optimizer.
     """
     ctx = context(**layout)
     model = model_in(config, ctx, **(model or {}))
     # eps: so that a rounding of a small gradient is not a step of its own
-    optimizer = {"lr": 1e-3, "eps": 1e-3, "clip_grad": CLIP, **optimizer}
-    opt, history, kept = megazoo.optim.AdamW(model, **optimizer), [], []
+    eps = {} if kind == "Muon" else {"eps": 1e-3}
+    optimizer = {"lr": 1e-3, **eps, "clip_grad": CLIP, **optimizer}
+    opt, history, kept = getattr(megazoo.optim, kind)(model, **optimizer), [], []
     first = load(Checkpoint(start), model, opt)["step"] if start else 0
     for step, batch in list(enumerate(batches))[first:]:
         loss = model.train_batch(
