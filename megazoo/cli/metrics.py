@@ -121,7 +121,7 @@ class Metrics:
         Args:
             step: number of the step.
             values: metrics. Names of an evaluation start with eval_ or test_. None: the
-                metric has no value.
+                metric has no value. Only the file has values that are not numbers.
         """
         if self.path:
             line = (json.dumps({"step": step, **values}) + "\n").encode()
@@ -132,7 +132,7 @@ class Metrics:
             kind, name = (
                 (key[:4], key[5:]) if key.startswith(("eval_", "test_")) else ("train", key)
             )
-            if value is not None:
+            if isinstance(value, int | float):
                 named[f"{kind}/{name}"] = value
         if self.board and not kept(
             "--tensorboard", step, self.lost, partial(self._show, self.board, named, step)

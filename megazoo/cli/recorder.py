@@ -24,6 +24,7 @@ from megazoo.cli.settings import settings_to_resume
 from megazoo.data import Batches
 from megazoo.environment import is_rank_zero
 from megazoo.errors import UserError
+from megazoo.layers.router import expert_loads
 from megazoo.models.base import Model
 from megazoo.models.counts import flops_per_token
 from megazoo.optim.adamw import AdamW
@@ -63,6 +64,7 @@ class Recorder:
         # Checkpoints of older versions have no id: their steps are treated as those of another run.
         self.run_id = run.state.get("run") or uuid.uuid4().hex
         self.loss_scale = scale_of(optimizer)
+        self.counts_experts = hasattr(run.config, "experts")
         training, log, attached = run.options.training, run.options.logging, model.attached
         # FLOPs per token and rank, and peak FLOP/s of the device
         flops = flops_per_token(run.config, training.seq_length, training.train_only, attached)
@@ -205,7 +207,7 @@ class Recorder:
         """Return the metrics of a step. Times are in seconds, memory is in bytes."""
         optimizer = self.optimizer
         speed = self.token_flops * tokens / watch.seconds
-        values = {
+        values: dict[str, Any] = {
             "loss": loss,
             "grad_norm": None if optimizer.skipped else norm,
             "lr": optimizer.lr,
@@ -216,6 +218,10 @@ class Recorder:
             values["mfu"] = speed / self.peak
         for name, mean in self.model.engine.auxiliary_losses.items():
             values[f"auxiliary_{name}"] = mean.item()
+        if loads := expert_loads(self.model) if self.counts_experts else {}:
+            each = [n * len(load) / sum(load) for load in loads.values() for n in load]
+            values |= {"expert_load_max": max(each), "expert_load_min": min(each)}
+            values["expert_tokens"] = loads
         values["step_time"] = watch.seconds
         values |= {f"{part}_time": seconds for part, seconds in watch.times().items()}
         values["consumed_samples"] = self.consumed_samples

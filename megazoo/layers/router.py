@@ -1,7 +1,10 @@
 """The router of a mixture of experts: it chooses the experts of each token, and keeps their load
 balanced."""
 
+from typing import Any
+
 import torch
+import torch.distributed as dist
 
 from megazoo.errors import UserError, any_of
 from megazoo.layers.auxiliary import (
@@ -207,3 +210,31 @@ class Router(ReplicatedLinear):
         self.load = counts
         if self.balance == "bias":
             self.bias.add_((counts.double().mean() - counts).sign(), alpha=self.bias_rate)
+
+
+def expert_loads(model: Any) -> dict[str, list[int]]:
+    """Return how many tokens of the last batch chose each expert, by the name of the router. Every
+    rank calls it, and gets the routers of all pipeline stages.
+
+    Args:
+        model: a megazoo model, after `train_batch`.
+
+    Example:
+        model.train_batch(ids, labels=ids)
+        expert_loads(model)  # {"layers.0.moe.router": [130, 126, 140, 116], ...}
+    """
+    own = {
+        name: module.load.tolist()
+        for name, module in model.named_modules()
+        if isinstance(module, Router) and module.load is not None
+    }
+    stages = [own] * model.ctx.pp_size
+    if model.ctx.pp_size > 1:
+        dist.all_gather_object(stages, own, group=model.ctx.pp_group)
+    merged = {name: load for stage in stages for name, load in stage.items()}
+    return dict(sorted(merged.items(), key=lambda item: _in_order(item[0])))
+
+
+def _in_order(name: str) -> list:
+    """Return a key that sorts names by their numbers: layers.2 before layers.10."""
+    return [(0, int(word), "") if word.isdigit() else (1, 0, word) for word in name.split(".")]

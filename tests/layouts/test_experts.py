@@ -11,13 +11,16 @@ import torch.nn.functional as F
 import megazoo
 from megazoo.evaluation.scoring import score
 from megazoo.layers import ReplicatedLinear
+from megazoo.layers.router import expert_loads
 from megazoo.models.mixtral import MixtralConfig
 from megazoo.optim.newton_schulz import orthogonalised
 from megazoo.parallel import ParallelContext
 from megazoo.testing import Layout
+from tests.support.context_parallel import rows_of_replica
 from tests.support.layouts import (
     LONG,
     batches_of,
+    in_layout,
     micro_batches,
     model_in,
     sizes_of,
@@ -214,3 +217,21 @@ def test_muon_steps_are_those_of_one_process(ranks, layout):
     results = ranks(trained, place.ranks, MIXTRAL, batches, sizes_of(place), **how)
     worst, what = worst_difference(results, alone)
     assert worst < 1e-4, what
+
+
+def loads_after_a_step(config, layout):
+    ctx = context(**layout)
+    model, (batch,) = model_in(config, ctx), batches_of("padded", 1)
+    model.train_batch(**rows_of_replica(batch, ctx), num_microbatches=2)
+    return expert_loads(model)
+
+
+def test_loads_of_experts_are_those_of_one_process(ranks):
+    """On every rank of a pipeline; of tokens, not of padding."""
+    expected = loads_after_a_step(MIXTRAL, {})
+    (batch,) = batches_of("padded", 1)
+    tokens = int(batch["attention_mask"].sum()) * MIXTRAL.experts_per_token
+    assert [sum(load) for load in expected.values()] == [tokens] * MIXTRAL.layers
+    for layout in ("pp2ep2", "tp2cp2ep2+sp"):
+        for loads in in_layout(ranks, loads_after_a_step, layout, MIXTRAL):
+            assert list(loads.items()) == list(expected.items())
