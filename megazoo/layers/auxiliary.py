@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,7 +33,7 @@ class AuxiliaryLosses:
         self.means = {name: zero.clone() for name in sorted(names)}
         self.joint = {name: JointLoss(names[name], zero) for name in sorted(names) if names[name]}
         self.axes = list(axes)
-        self.tokens: dict[nn.Module, torch.Tensor] = {}  # counts of each layer
+        self.tokens: dict[Any, torch.Tensor] = {}  # counts of each layer
 
     def attach(self, x: torch.Tensor, name: str, total: torch.Tensor, over: str) -> torch.Tensor:
         """See `attach_loss`."""
@@ -95,7 +96,7 @@ class AuxiliaryLosses:
         all_reduce_over(flat, axes)
         parts = flat.split([len(counts) for counts in self.tokens.values()])
         for layer, counts in zip(self.tokens, parts, strict=True):
-            layer.batch_counted(counts)  # pyrefly: ignore[not-callable]
+            layer.batch_counted(counts)
 
 
 class JointLoss:

@@ -140,7 +140,7 @@ def losses_figure(options: Options) -> "Figure":
 
 def read_loads(path: Path) -> tuple[list[int], dict[str, list[list[int]]]]:
     """Return the steps of a metrics file that have loads of experts, and for each router the tokens
-    of each expert in these steps. UserError if there are none."""
+    of each expert in these steps. UserError if there is not one."""
     records = {}
     for record in records_of(path):
         if "expert_tokens" in record:

@@ -54,6 +54,7 @@ class Comparison:
                 yield from self._dropout()
                 yield from self._labels()
             yield from self._loss(step)
+            yield from self._auxiliary(step)
             yield from self._gradients(step)
             yield from self._norm(step)
             yield from self._weights(step)
@@ -178,6 +179,15 @@ class Comparison:
             mean = self._other_mean(ours) if step == 0 else ""
             text = f"loss: {ours:.7g} instead of {theirs:.7g}{_later(step)}{where}{more}{mean}"
             yield Finding(text, usual.MEANS if mean else usual.LOSS)
+
+    def _auxiliary(self, step: int) -> Iterator[Finding]:
+        """Compare the auxiliary losses of a step."""
+        for name, expected in self.expected.auxiliary[step].items():
+            every = [rank.auxiliary[step].get(name, math.nan) for rank in self.ranks]
+            if not _worst([[found] for found in every], [expected]) <= self.tolerance:
+                found, where = self._unlike(every, expected)
+                text = f"auxiliary loss {name}: {found:.7g} instead of {expected:.7g}"
+                yield Finding(f"{text}{_later(step)}{where}", usual.AUXILIARY)
 
     def _other_mean(self, loss: float) -> str:
         """Return a text if the first loss equals a mean over replicas or micro-batches; otherwise

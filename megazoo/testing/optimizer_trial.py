@@ -34,7 +34,8 @@ def matrix_rows_of(name: str, model: Any) -> dict[str, tuple[int, ...]]:
     parts = {}
     for entry in model.entries():
         shard, shape = entry.spec.shard, entry.spec.shape
-        parts[entry.name] = shard.parts if shard is not None and shard.dim == 0 else shape[:1]
+        by_rows = shard is not None and shard.dim == len(shape) - 2
+        parts[entry.name] = shard.parts if by_rows else shape[-2:-1]
     return {name: rows for name, rows in parts.items() if name in linear_names(model)}
 
 
@@ -50,7 +51,8 @@ def beside_plain_steps(
 
     For the arguments see `plain_steps`.
     """
-    ours = {entry.name for entry in model.entries()}  # only what the optimizer updates
+    # only what the optimizer updates
+    ours = {entry.name for entry in model.entries() if not entry.spec.is_state}
     initial = {name: weight for name, weight in initial.items() if name in ours}
     gradients = [{name: g for name, g in step.items() if name in ours} for step in gradients]
     plain, decaying = (
@@ -109,17 +111,18 @@ def plain_muon(
             moments[name] = momentum * moments[name] + (1 - momentum) * g
             update = momentum * moments[name] + (1 - momentum) * g
             ends = [0, *accumulate(matrices[name])]
-            steps = [_plain_direction(update[i:j], ns_steps) for i, j in pairwise(ends)]
-            weights[name] = (1 - lr * weight_decay) * w - lr * torch.cat(steps)
+            steps = [_plain_direction(update[..., i:j, :], ns_steps) for i, j in pairwise(ends)]
+            weights[name] = (1 - lr * weight_decay) * w - lr * torch.cat(steps, dim=-2)
     return weights
 
 
 def _plain_direction(matrix: torch.Tensor, ns_steps: int) -> torch.Tensor:
-    """Return an orthogonalised momentum matrix, multiplied by Jordan's factor."""
-    x = matrix / max(matrix.norm(), 1e-7)
+    """Return an orthogonalised momentum matrix, or a stack of them, multiplied by Jordan's
+    factor."""
+    x = matrix / matrix.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     for _ in range(ns_steps):
-        x = 3.4445 * x - 4.7750 * (x @ x.T) @ x + 2.0315 * (x @ x.T) @ (x @ x.T) @ x
-    return math.sqrt(max(1.0, len(matrix) / len(matrix.T))) * x
+        x = 3.4445 * x - 4.7750 * (x @ x.mT) @ x + 2.0315 * (x @ x.mT) @ (x @ x.mT) @ x
+    return math.sqrt(max(1.0, matrix.shape[-2] / matrix.shape[-1])) * x
 
 
 def plain_adamw(

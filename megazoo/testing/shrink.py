@@ -5,6 +5,8 @@ from typing import Any
 
 LARGEST = {"layers": 5, "vocab_size": 61, "max_positions": 32, "window": 6}
 
+MOST_EXPERTS = 8
+
 
 def shrink(config: Any) -> Any:
     """Return a small config of the same structure: heads, KV groups, tied weights and kinds of
@@ -28,4 +30,11 @@ def shrink(config: Any) -> Any:
             unit = 8 * head  # so that tp can shard it
             units = round(config.ffn_size / config.hidden_size * small["hidden_size"] / unit)
             small["ffn_size"] = max(1, units) * unit
+            for name in ("expert_size", "shared_size"):  # in proportion
+                if size := getattr(config, name, 0):
+                    units = round(size / config.ffn_size * small["ffn_size"] / unit)
+                    small[name] = max(1, units) * unit
+    if "experts" in names:
+        small["experts"] = min(config.experts, MOST_EXPERTS)
+        small["experts_per_token"] = min(config.experts_per_token, MOST_EXPERTS // 2)
     return replace(config, **small)

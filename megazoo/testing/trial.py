@@ -98,6 +98,7 @@ class Record:
         activations: For the first step of each kind of batch: inputs and outputs, [rows of the
             batch, ...], by ("input" or "output", module), in the order of the computation.
         losses: Loss per step.
+        auxiliary: Auxiliary losses per step, by name.
         norms: Gradient norm per step.
         gradients: Gradients per step.
         weights: Weights after each step.
@@ -117,6 +118,7 @@ class Record:
     initial: dict[str, torch.Tensor] = field(default_factory=dict)
     activations: list[dict[tuple[str, str], torch.Tensor]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    auxiliary: list[dict[str, float]] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
     weights: list[dict[str, torch.Tensor]] = field(default_factory=list)
@@ -147,6 +149,7 @@ class Findings:
         logits: Distance of the logits.
         labelled: Number of labelled tokens of the first batch.
         losses: Loss per step.
+        auxiliary: Auxiliary losses per step, by name.
         norms: Gradient norm per step.
         gradients: Distances of gradients per step.
         gradient_clues: Clues for the first gradients of the first step that differ on any rank.
@@ -169,6 +172,7 @@ class Findings:
     logits: float = 0.0
     labelled: int = 0
     losses: list[float] = field(default_factory=list)
+    auxiliary: list[dict[str, float]] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     gradients: list[dict[str, float]] = field(default_factory=list)
     gradient_clues: dict[str, Clue] = field(default_factory=dict)
@@ -190,6 +194,7 @@ def train_in_one_process(subject: Subject, steps: int, path: Path) -> None:
         optimizer = make_optimizer(subject.optimizer, model, zero=0)
         for loss in _train(model, Layout(), steps, record, micro_batches=1):
             record.losses.append(loss)
+            record.auxiliary.append(_auxiliary(model))
             gradients = gradients_of(model)
             record.gradients.append({name: grad.clone() for name, grad in gradients.items()})
             record.norms.append(optimizer.step().item())
@@ -244,6 +249,7 @@ def train_on_a_rank(
         steps_of_one = zip(expected.gradients, expected.weights, strict=True)
         for loss, (theirs, stepped) in zip(training, steps_of_one, strict=True):
             found.losses.append(loss)
+            found.auxiliary.append(_auxiliary(model))
             ours = gradients_of(model)
             ranges = optimizer.ranges if layout.zero else None
             found.gradients.append(parameter_distances(ours, theirs, model, ranges))
@@ -341,6 +347,11 @@ def _train(
                 step=step,
             )
         yield loss.item()
+
+
+def _auxiliary(model) -> dict[str, float]:
+    """Return the auxiliary losses of the last batch, by name."""
+    return {name: mean.item() for name, mean in model.engine.auxiliary_losses.items()}
 
 
 def _copies(model) -> dict[str, torch.Tensor]:

@@ -29,6 +29,10 @@ LOSS = (
     "the softmax counts columns that are no tokens, targets are not cut as the logits are, or the "
     "loss is not summed over the ranks that have a part of it"
 )
+AUXILIARY = (
+    "counts are of a part of the rows, padding counts, or the mean is over the rows or tokens of a "
+    "rank instead of the global batch"
+)
 NORM = (
     "copies over tp, or of a tied parameter, count more than once, or a rank's part is not counted "
     "at all"
