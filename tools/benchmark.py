@@ -29,8 +29,8 @@ from megazoo.errors import UserError
 from megazoo.files import write_text
 
 CASES = (
-    "train", "sequence", "lora", "parallel", "pipeline", "build", "generate", "checkpoint", "data",
-    "plan", "gpu", "scaling",
+    "train", "experts", "sequence", "lora", "parallel", "pipeline", "build", "generate",
+    "checkpoint", "data", "plan", "gpu", "scaling",
 )  # fmt: skip
 COLUMNS = (
     "case",
