@@ -11,7 +11,8 @@ from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.module import NamedParameter
 from megazoo.testing.gallery.planting import bug, replaced
 
-BALANCED = {"router_aux_loss_coef": 0.1}
+SMALL = {"layers": 2}
+BALANCED = {**SMALL, "router_aux_loss_coef": 0.1}
 
 
 @bug(
@@ -70,6 +71,7 @@ def auxiliary_mean_of_own_rows():
     r"gradient norm: .* instead of .* at step 1, though no gradient differs",
     layout="ep2",
     model="mixtral",
+    settings=SMALL,
     source="Megatron-LM #5916",
     link="https://github.com/NVIDIA/Megatron-LM/issues/5916",
 )
@@ -91,6 +93,7 @@ def norm_without_other_experts():
     r"module layers\.0\.moe: its output differs on ranks 0 ",
     layout="ep2",
     model="mixtral",
+    settings=SMALL,
     source="torchtitan #3604",
     link="https://github.com/pytorch/torchtitan/issues/3604",
 )
@@ -115,6 +118,7 @@ def rows_sorted_by_one_offset():
     r"layer 1, attention_norm \(model\.layers\.1\.input_layernorm\): its input differs",
     layout="transformers",
     model="mixtral",
+    settings=SMALL,
     source="transformers #45473",
     link="https://github.com/huggingface/transformers/issues/45473",
 )
@@ -137,6 +141,7 @@ def weights_of_other_experts():
     r"layer 1, attention_norm \(model\.layers\.1\.input_layernorm\): its input differs",
     layout="transformers",
     model="mixtral",
+    settings=SMALL,
     source="VeOmni #715",
     link="https://github.com/ByteDance-Seed/VeOmni/issues/715",
 )
@@ -159,7 +164,7 @@ def softmax_twice():
     r"weights of layers\.\d\.moe\.router\.bias: differ after step 1 ",
     layout="tp2+sp",
     model="mixtral",
-    settings={"router_balance": "bias", "router_bias_rate": 0.1, "experts": 8},
+    settings={**SMALL, "router_balance": "bias", "router_bias_rate": 0.1, "experts": 8},
     source="torchtitan #4154",
     link="https://github.com/pytorch/torchtitan/issues/4154",
 )
