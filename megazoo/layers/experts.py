@@ -15,6 +15,7 @@ from megazoo.layers.layer import Layer
 from megazoo.layers.mlp import GatedMLP, gated
 from megazoo.layers.router import ReplicatedLinear, Router
 from megazoo.parallel.context import ParallelContext, current_context
+from megazoo.parallel.cpu.products import product_dtype
 from megazoo.parallel.regions import (
     enter_tensor_parallel,
     gather_entering,
@@ -44,7 +45,9 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) 
     aligned = all(size * x.element_size() % KERNEL_BYTES == 0 for size in weight.shape[1:])
     if not aligned or not len(x):
         return grouped_linear_formula(x, weight, counts)
-    return F.grouped_mm(x, weight.mT, offs=counts.cumsum(0).int())
+    dtype = product_dtype(x)  # CPUs may multiply bfloat16 faster as fp32
+    ends = counts.cumsum(0).int()
+    return F.grouped_mm(x.to(dtype), weight.to(dtype).mT, offs=ends).to(x.dtype)
 
 
 def grouped_linear_formula(
