@@ -219,7 +219,7 @@ class Recorder:
         for name, mean in self.model.engine.auxiliary_losses.items():
             values[f"auxiliary_{name}"] = mean.item()
         if loads := expert_loads(self.model) if self.counts_experts else {}:
-            each = [n * len(load) / sum(load) for load in loads.values() for n in load]
+            each = [n * len(load) / max(1, sum(load)) for load in loads.values() for n in load]
             values |= {"expert_load_max": max(each), "expert_load_min": min(each)}
             values["expert_tokens"] = loads
         values["step_time"] = watch.seconds

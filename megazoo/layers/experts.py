@@ -14,6 +14,7 @@ from megazoo.layers.dispatch import AXIS, Dispatch
 from megazoo.layers.layer import Layer
 from megazoo.layers.mlp import GatedMLP, gated
 from megazoo.layers.router import ReplicatedLinear, Router
+from megazoo.parallel.compile import untraced
 from megazoo.parallel.context import ParallelContext, current_context
 from megazoo.parallel.cpu.products import product_dtype
 from megazoo.parallel.regions import (
@@ -26,6 +27,7 @@ from megazoo.parallel.shard import ParameterSpec, Shard, units_for
 KERNEL_BYTES = 16  # the kernel for groups needs rows whose bytes are a multiple of this
 
 
+@untraced  # the compiler accepts the kernel only in bfloat16
 def grouped_linear(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """Multiply each group of rows with another matrix.
 

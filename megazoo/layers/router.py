@@ -208,7 +208,7 @@ class Router(ReplicatedLinear):
         """Store the load of the experts in a batch, and balance the bias. The engine calls it with
         the counts of all ranks."""
         self.load = counts
-        if self.balance == "bias":
+        if self.balance == "bias" and self.weight.requires_grad:  # a frozen router keeps its bias
             self.bias.add_((counts.double().mean() - counts).sign(), alpha=self.bias_rate)
 
 

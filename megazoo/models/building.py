@@ -13,7 +13,7 @@ from megazoo.models.outputs import OutputHead
 from megazoo.models.plain import check_plain, check_stages, initialize_plain, place_plain
 from megazoo.parallel.buckets import accumulate_in_fp32
 from megazoo.parallel.context import ParallelContext
-from megazoo.parallel.module import initialize, without_memory
+from megazoo.parallel.module import ShardedModule, initialize, without_memory
 from megazoo.parallel.random import all_seeded, derive_seed
 from megazoo.parallel.staging import Upload
 
@@ -43,7 +43,8 @@ def make_empty(
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.is_meta:
                 trained = parameter.requires_grad
-                own = dtype if trained else torch.float32  # of a state
+                is_state = isinstance(module, ShardedModule) and module.specs[name].is_state
+                own = torch.float32 if is_state else dtype
                 empty = torch.empty(parameter.shape, dtype=own, device=ctx.device)
                 setattr(module, name, nn.Parameter(empty, trained))
     for parameter in model.parameters():

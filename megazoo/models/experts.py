@@ -20,6 +20,7 @@ from megazoo.layers.fused import CosAndSin
 from megazoo.layers.router import BALANCES
 from megazoo.models import llama
 
+MOST_FEATURES = 2**24  # inner features of an expert, below
 MOST_EXPERTS = 4096  # of a layer; it stops a malicious config before a model is built
 
 
@@ -59,8 +60,8 @@ class ExpertsFields:
         object.__setattr__(self, "dense_layers", tuple(_indices(self.dense_layers)))
         check_number("experts", self.experts, 1, MOST_EXPERTS + 1, whole=True)
         check_number("experts_per_token", self.experts_per_token, 1, self.experts + 1, whole=True)
-        check_number("expert_size", self.expert_size, 0, whole=True)
-        check_number("shared_size", self.shared_size, 0, whole=True)
+        check_number("expert_size", self.expert_size, 0, MOST_FEATURES, whole=True)
+        check_number("shared_size", self.shared_size, 0, MOST_FEATURES, whole=True)
         check_number("sparse_step", self.sparse_step, 1, whole=True)
         check_number("router_aux_loss_coef", self.router_aux_loss_coef, 0)
         check_number("router_z_loss_coef", self.router_z_loss_coef, 0)

@@ -140,6 +140,13 @@ def _with_fields(config: Any, values: dict[str, Any]) -> Any:
             f"{min(unknown)} can't be changed when {family_of(config)} is loaded: "
             + (f"use {any_of(known)}" if known else "remove it")
         )
+    found = getattr(config, "router_balance", None)
+    wanted = values.get("router_balance", found)
+    if found != wanted and "bias" in (found, wanted):
+        raise UserError(
+            f"router_balance {wanted!r} can't replace {found!r} of the files: only a model with "
+            "balance 'bias' has the bias"
+        )
     return replace(config, **values)
 
 
