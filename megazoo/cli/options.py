@@ -45,8 +45,7 @@ class ModelOptions:
     model: Name = None
     """Model family: gpt2 (the default), llama, mpt, mistral, qwen2, qwen3, pythia, gemma2, gemma3,
     olmo2, olmo3, phi3, bloom, falcon, mixtral, qwen2_moe, qwen3_moe, olmoe, or one that --import
-    registers. Without --preset and --load
-    it selects the family's tiny preset."""
+    registers. Without --preset and --load it selects the family's tiny preset."""
     import_: Annotated[File, tyro.conf.arg(name="import")] = None
     """Python file to run before training. It may register a model (megazoo.register) and callbacks
     after steps, evaluations and saves (megazoo.on_step, on_evaluation, on_save)."""

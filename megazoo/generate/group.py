@@ -36,8 +36,8 @@ def _takes_static_cache(layer: nn.Module) -> bool:
 def takes_graphs(ctx: ParallelContext) -> bool:
     """Return whether steps with fixed shapes become CUDA graphs: on CUDA, if a rank has a full
     replica, so that no step waits for another rank."""
-    alone = ctx.tp_size == ctx.pp_size == 1 and not ctx.folded
-    return ctx.device.type == "cuda" and alone
+    has_replica = ctx.tp_size == ctx.pp_size == 1 and not ctx.folded
+    return ctx.device.type == "cuda" and has_replica
 
 
 class Group:
