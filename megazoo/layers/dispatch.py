@@ -79,7 +79,7 @@ class Dispatch:
         assert group  # there are several ranks
         leaving = self.counts.view(ranks, own)
         arriving = exchange_parts(leaving, group, [1] * ranks, [1] * ranks)
-        self.sends, self.receives = _sizes(leaving, len(rows)), _sizes(arriving, len(rows))
+        self.sends, self.receives = _sizes(leaving, arriving, len(rows))
         self.counts = arriving.sum(0)
         # the received rows are in the order of the ranks, and of each rank in that of the experts
         expert = torch.arange(own, device=rows.device).repeat(ranks)
@@ -115,9 +115,9 @@ def _sorted(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return order, torch.empty_like(order).scatter_(0, order, places)
 
 
-def _sizes(counts: torch.Tensor, rows: int) -> list[int]:
-    """Return the rows of each rank on the host. counts: [ranks, experts]. rows: of all ranks
-    together on the meta device, where they are even."""
-    if not counts.is_meta:
-        return counts.sum(1).tolist()
-    return Shard(0, (rows,)).sizes_of_ranks(len(counts))
+def _sizes(leaving: torch.Tensor, arriving: torch.Tensor, rows: int) -> list[list[int]]:
+    """Return the rows to and from each rank, on the host. leaving, arriving: [ranks, experts].
+    rows: of this rank; on the meta device they are spread evenly."""
+    if not leaving.is_meta:
+        return torch.stack([leaving.sum(1), arriving.sum(1)]).tolist()
+    return [Shard(0, (rows,)).sizes_of_ranks(len(leaving))] * 2

@@ -250,6 +250,8 @@ def merge(model: nn.Module) -> nn.Module:
             layer.lora.merge_into(layer.weight)
             layer.lora = None
     model.requires_grad_(True)
+    for entry in _entries(model):
+        entry.parameter.requires_grad_(not entry.spec.is_state)
     if isinstance(model, Model):
         model.attached = None
         model.engine.parameters_changed()

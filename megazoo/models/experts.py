@@ -66,6 +66,10 @@ class ExpertsFields:
         check_number("router_aux_loss_coef", self.router_aux_loss_coef, 0)
         check_number("router_z_loss_coef", self.router_z_loss_coef, 0)
         check_number("router_bias_rate", self.router_bias_rate, 0)
+        if not isinstance(self.normalize_weights, bool):
+            raise UserError(
+                f"normalize_weights must be true or false, not {self.normalize_weights!r}"
+            )
         if self.router_balance not in BALANCES:
             raise UserError(
                 f"unknown router_balance {self.router_balance!r}: use {any_of(BALANCES)}"

@@ -55,7 +55,7 @@ def one_process():
     return run
 
 
-FAST = ("tp2ep2+sp", "pp2v2ep2+zb-v", "cp2ep2+ulysses", "dp4ep2+zero")
+FAST = ("tp2ep2+sp", "pp2v2ep2+zb-v", "cp2ep2+ulysses")
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize(
-    ("layout", "way"), sampled(product(["tp2ep2+sp", "pp2ep2+zb-h1"], WAYS), 3, seed=2)
+    ("layout", "way"), sampled(product(["tp2ep2+sp", "pp2ep2+zb-h1"], WAYS), 1, seed=2)
 )
 def test_other_ways_to_train_are_those_of_one_process(ranks, layout, way):
     place, batches = Layout.named(layout), batches_of("padded", 2)
@@ -236,7 +236,7 @@ def test_muon_orthogonalises_gate_and_up_of_each_expert_apart():
 
 
 @pytest.mark.parametrize(
-    "layout", sampled(["tp2ep2+sp", "ep2+zero", "dp4ep2+zero", "pp2ep2", "tp2+sp"], 2, seed=1)
+    "layout", sampled(["tp2ep2+sp", "ep2+zero", "dp4ep2+zero", "pp2ep2", "tp2+sp"], 1, seed=1)
 )
 def test_muon_steps_are_those_of_one_process(ranks, layout):
     place, batches = Layout.named(layout), batches_of("plain", 3)
