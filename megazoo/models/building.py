@@ -43,8 +43,8 @@ def make_empty(
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.is_meta:
                 trained = parameter.requires_grad
-                is_state = isinstance(module, ShardedModule) and module.specs[name].is_state
-                own = torch.float32 if is_state else dtype
+                spec = module.specs.get(name) if isinstance(module, ShardedModule) else None
+                own = torch.float32 if spec and spec.is_state else dtype
                 empty = torch.empty(parameter.shape, dtype=own, device=ctx.device)
                 setattr(module, name, nn.Parameter(empty, trained))
     for parameter in model.parameters():

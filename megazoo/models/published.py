@@ -26,7 +26,7 @@ _GPT2_TOKENS = 512 * 1024
 # LLaMA: Touvron et al. 2023, table 2. Llama 2: Touvron et al. 2023, table 1. Llama 3:
 # Grattafiori et al. 2024, table 3 (no batch for 8B and 70B). Pythia: Biderman et al. 2023.
 # GPT-NeoX: Black et al. 2022, table 2. OLMo 2: OLMo Team 2025, table 3. BLOOM: BigScience 2022,
-# table 3. Falcon: the model cards. OLMoE: Muennighoff et al. 2024, table 10.
+# table 3. Falcon: the model cards. OLMoE: Muennighoff et al. 2024.
 _PYTHIA_TOKENS = 1024 * 2048
 PUBLISHED = {
     "gpt2": Published("openai-community/gpt2", None, _GPT2_TOKENS),

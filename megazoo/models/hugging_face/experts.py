@@ -33,13 +33,13 @@ FIELDS = {
     "num_experts_per_tok": "experts_per_token",
     "router_aux_loss_coef": "router_aux_loss_coef",
 }
+DENSE_LAYERS = "mlp_only_layers"
 QWEN_FIELDS = {
     "moe_intermediate_size": "expert_size",
     "norm_topk_prob": "normalize_weights",
     "decoder_sparse_step": "sparse_step",
-    "mlp_only_layers": "dense_layers",
+    DENSE_LAYERS: "dense_layers",
 }
-LIST = "mlp_only_layers"
 
 
 def read_experts(
@@ -51,9 +51,11 @@ def read_experts(
     with the number of experts. more: further fields that the family has, with their megazoo names.
     """
     fields.take("output_router_logits", False)  # training always adds the auxiliary loss
-    values = fields.renamed(FIELDS | {t: o for t, o in more.items() if t != LIST}, config_class)
-    if LIST in more:
-        values[more[LIST]] = fields.take(LIST) or ()
+    values = fields.renamed(
+        FIELDS | {t: o for t, o in more.items() if t != DENSE_LAYERS}, config_class
+    )
+    if DENSE_LAYERS in more:
+        values[more[DENSE_LAYERS]] = fields.take(DENSE_LAYERS, [])
     found = {name: fields.take(name, 0) for name in counts if name in fields.values}
     if len(set(found.values())) > 1:
         raise UserError(f"{' and '.join(counts)} must be equal, not {list(found.values())}")
@@ -69,5 +71,6 @@ def write_experts(config: Any, count: str, more: dict[str, str]) -> dict[str, An
             "routers: use shards, or train with another balance"
         )
     values = {theirs: getattr(config, ours) for theirs, ours in (FIELDS | more).items()}
-    values |= {LIST: list(values[LIST])} if LIST in values else {}
+    if DENSE_LAYERS in values:
+        values[DENSE_LAYERS] = list(values[DENSE_LAYERS])
     return values | {count: config.experts}
