@@ -36,8 +36,9 @@ class TensorFiles:
     def names(self, file: str) -> set[str]:
         """Return the names of the tensors in a file."""
         if file not in self._open:
-            self._open[file] = self._opened(self.directory, file)
-            self._names[file] = set(self._open[file].keys())
+            opened = self._opened(self.directory, file)
+            self._names[file] = set(opened.keys())
+            self._open[file] = opened  # last: another thread may look it up at any time
         return self._names[file]
 
     def close(self) -> None:
