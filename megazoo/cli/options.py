@@ -245,8 +245,9 @@ class LoRAOptions:
     """Dropout probability on the inputs of the adapters."""
     lora_targets: Annotated[str | None, unset("NAMES", "q,v")] = None
     """Layers to adapt, separated by commas: q, k, v, output, gate, up, down, or their Hugging Face
-    names; or all-linear. If the Hugging Face model has one matrix for q, k and v, as in GPT-2, each
-    of the names q, k and v selects that matrix."""
+    names; or all-linear. Experts and routers are moe.gate_up, moe.down and router. If the Hugging
+    Face model has one matrix for q, k and v, as in GPT-2, each of the names q, k and v selects that
+    matrix."""
     lora_rslora: Annotated[bool | None, unset("", "off")] = None
     """Scale the output of the adapters by --lora-alpha / sqrt(--lora-rank) (rank-stabilized LoRA).
     --no-lora-rslora turns it off."""

@@ -5,6 +5,7 @@ like those of an MLP. See docs/experts.md.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -62,10 +63,11 @@ def grouped_linear_formula(
 
 class _StackedLinear(Layer):
     """Base class of the stacked linear layers of experts. share: the part of all tokens that the
-    weights multiply."""
+    weights multiply. lora: product of the weights with adapters, from megazoo.lora."""
 
     multiplied = ("weight",)
     weight: torch.nn.Parameter
+    lora: Any
 
     def __init__(
         self,
@@ -83,13 +85,14 @@ class _StackedLinear(Layer):
                 f"{shape[0]} experts can't be split evenly over ep {ranks}: use ep {any_of(fits)}"
             )
         self.token_share = share
+        self.lora = None
         by_expert = Shard(0, shape[:1], axis=AXIS)
         self.add_parameter("weight", ParameterSpec(shape, (by_expert, shard), std=std))
 
     def forward(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Return the products of the rows of each expert, [rows, inputs] -> [rows, outputs].
         counts: rows of each expert of this rank."""
-        return grouped_linear(x, self.weight, counts)
+        return (self.lora or grouped_linear)(x, self.weight, counts)
 
 
 class ColumnParallelExperts(_StackedLinear):

@@ -38,6 +38,7 @@ class ReplicatedLinear(Layer):
 
     multiplied = ("weight",)
     weight: torch.nn.Parameter
+    lora: Any
 
     def __init__(
         self,
@@ -48,10 +49,11 @@ class ReplicatedLinear(Layer):
         ctx: ParallelContext | None = None,
     ):
         super().__init__(ctx)
+        self.lora = None  # product of the weight with adapters, from megazoo.lora
         self.add_parameter("weight", ParameterSpec((out_features, in_features), std=std))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.synced_parameter("weight"))
+        return (self.lora or linear)(x, self.synced_parameter("weight"), None)
 
 
 class Router(ReplicatedLinear):

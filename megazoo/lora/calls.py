@@ -52,8 +52,9 @@ def add(
         dropout: dropout probability of the adapters' inputs, from 0 to below 1.
         targets: names of the layers to adapt, also as one string "q,v". They are matched with the
             ends of megazoo's and Hugging Face's names: "q", "q_proj", "attention.output", "o_proj",
-            "down". "all-linear" means every linear layer except the head. If the Hugging Face model
-            has q, k and v in one matrix (GPT-2, MPT), each of these names means that matrix.
+            "down". "all-linear" means every linear layer except the head, experts and routers. If
+            the Hugging Face model has q, k and v in one matrix (GPT-2, MPT), each of these names
+            means that matrix.
         rslora: scale by alpha / sqrt(rank), as in rank-stabilized LoRA (Kalajdzievski 2023).
         seed: seed of the adapters' initial values, the same on all ranks; by default the model's.
 

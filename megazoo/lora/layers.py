@@ -10,7 +10,11 @@ An adapter's output is sharded like that of its layer, so it needs no communicat
     row-parallel       x is sharded by inputs, y is a partial sum: A sharded like W, B is replicated
 
 The other factor is sharded, so each rank computes only a part of the gradient of the replicated
-factor. These parts are summed over tp after the last backward.
+factor. These parts are summed over tp after the last backward. If W is replicated, A and B are also
+replicated, and their gradients are complete.
+
+The experts of a layer have stacked weights W [experts, outputs, inputs]. A and B are stacked too,
+and sharded over ep by experts, like W.
 """
 
 from collections.abc import Callable, ValuesView
@@ -20,6 +24,7 @@ import torch
 from torch import nn
 
 from megazoo.layers.dropout import Dropout
+from megazoo.layers.experts import grouped_linear
 from megazoo.layers.layer import Layer
 from megazoo.layers.matmul import linear, multiply
 from megazoo.parallel.context import ParallelContext
@@ -38,6 +43,7 @@ class Adapter(Layer):
     Args:
         outputs, inputs: sizes of the matrix over all tp ranks.
         outputs_cut, inputs_cut: how it is sharded over tp; at most one of them is given.
+        experts: how a stack of matrices is sharded over ep; None: a single matrix.
         rank, scale, dropout: rank of the adapter, factor of its output, dropout probability.
         ctx: parallel context; by default the ambient one.
 
@@ -54,6 +60,7 @@ class Adapter(Layer):
         inputs: int,
         outputs_cut: Shard | None,
         inputs_cut: Shard | None,
+        experts: Shard | None = None,
         *,
         rank: int,
         scale: float,
@@ -66,10 +73,15 @@ class Adapter(Layer):
         # also with sequence parallelism: x is gathered by then, the same on each tp rank
         self.dropout.parallel = inputs_cut is not None
         bound = inputs**-0.5
-        a = ParameterSpec((rank, inputs), inputs_cut, bound=bound, partial=inputs_cut is None)
-        b = ParameterSpec((outputs, rank), outputs_cut, partial=outputs_cut is None)
-        self.add_parameter("A", replace(a, added=True))
-        self.add_parameter("B", replace(b, added=True))
+        stack, matrices = ((experts,), experts.parts) if experts else ((), ())
+        is_cut = outputs_cut or inputs_cut
+        for name, shape, cut in (
+            ("A", (rank, inputs), inputs_cut),
+            ("B", (outputs, rank), outputs_cut),
+        ):
+            shards = (*stack, cut) if cut else stack
+            spec = ParameterSpec((*matrices, *shape), shards, partial=bool(is_cut) and not cut)
+            self.add_parameter(name, replace(spec, bound=bound if name == "A" else 0.0, added=True))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.project_up(self.project_down(x))
@@ -84,18 +96,18 @@ class Adapter(Layer):
 
     @torch.no_grad()
     def change(self) -> torch.Tensor:
-        """Return the change of this rank's shard of the weight: scale * B A, fp32 [this rank's
-        outputs, this rank's inputs]."""
+        """Return the change of this rank's shard of the weight: scale * B A, in fp32, with the
+        shape of the shard."""
         return self.scale * (self.B.float() @ self.A.float())
 
 
-class Adapters(nn.ModuleDict):
-    """Hold the adapters of a layer, by the names of the parts of its outputs that they change.
+class _Adapters(nn.ModuleDict):
+    """Hold the adapters of a layer, by the names of the parts that they change.
 
-    sizes: number of outputs of each part on this rank. A single part is the complete layer.
+    sizes: size of each part on this rank along the first dimension of the weight. A single part is
+    the complete layer.
     """
 
-    same_input = True
     values: Callable[[], ValuesView[Adapter]]
     __getitem__: Callable[[str], Adapter]
 
@@ -104,6 +116,22 @@ class Adapters(nn.ModuleDict):
         self.sizes = sizes
         # not through ModuleDict's check, which does not allow a layer with the name "keys"
         self._modules.update(adapters)
+
+    @torch.no_grad()
+    def merge_into(self, weight: torch.Tensor) -> None:
+        """Add the adapters to this rank's shard of the layer's weight, in place. The sum is
+        computed in fp32 and rounded once."""
+        rows = weight.split(list(self.sizes.values()), dim=0)
+        for name, part in zip(self.sizes, rows, strict=True):
+            if name in self:
+                part.copy_(part.float() + self[name].change())
+
+
+class Adapters(_Adapters):
+    """Hold the adapters of a linear layer, by the names of the parts of its outputs that they
+    change."""
+
+    same_input = True
 
     def forward(
         self,
@@ -138,11 +166,14 @@ class Adapters(nn.ModuleDict):
         ]
         return changed[0] if len(changed) == 1 else torch.cat(changed, dim=-1)
 
-    @torch.no_grad()
-    def merge_into(self, weight: torch.Tensor) -> None:
-        """Add the adapters to this rank's shard of the layer's weight, in place. The sum is
-        computed in fp32 and rounded once."""
-        rows = weight.split(list(self.sizes.values()), dim=0)
-        for name, part in zip(self.sizes, rows, strict=True):
-            if name in self:
-                part.copy_(part.float() + self[name].change())
+
+class ExpertAdapters(_Adapters):
+    """Hold the adapter of the stacked weights of a layer's experts."""
+
+    def forward(self, x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Return the output of the layer with its adapter. The arguments are those of
+        `megazoo.layers.experts.grouped_linear`."""
+        (adapter,) = self.values()
+        inner = grouped_linear(x, adapter.synced_parameter("A"), counts) * adapter.scale
+        y = grouped_linear(x, weight, counts)
+        return y + grouped_linear(inner, adapter.synced_parameter("B"), counts)

@@ -17,7 +17,7 @@ class Matrix:
     """A target with its size, [outputs, inputs].
 
     first: its first row in the weight of its layer. runs: the order of its rows in the Hugging Face
-    model.
+    model. experts: number of such matrices in a stack; 0: a single matrix.
     """
 
     target: Target
@@ -25,6 +25,7 @@ class Matrix:
     outputs: int
     inputs: int
     runs: tuple[Run, ...]
+    experts: int = 0
 
     @property
     def weight(self) -> str:
@@ -33,7 +34,9 @@ class Matrix:
 
     def specs(self, rank: int) -> dict[str, ParameterSpec]:
         """Return the global shapes of an adapter's factors, "A" and "B", without shards."""
-        return {"A": ParameterSpec((rank, self.inputs)), "B": ParameterSpec((self.outputs, rank))}
+        stack = (self.experts,) if self.experts else ()
+        shapes = {"A": (*stack, rank, self.inputs), "B": (*stack, self.outputs, rank)}
+        return {factor: ParameterSpec(shape) for factor, shape in shapes.items()}
 
 
 def adaptable_matrices(model: nn.Module) -> list[Matrix]:
@@ -41,11 +44,15 @@ def adaptable_matrices(model: nn.Module) -> list[Matrix]:
     matrices = []
     for name, layer in linear_layers(model):
         targets, spec = targets_of(model, name, layer), layer.specs["weight"]
-        counts = layer.shard.parts if len(targets) > 1 else spec.shape[:1]
-        first = 0
+        *stack, rows, columns = spec.shape
+        counts, first = (rows,), 0
+        if spec.shard and len(targets) > 1:
+            counts = spec.shard.parts
         for target, outputs in zip(targets, counts, strict=True):
-            runs = runs_of_groups(layer.shard) if target.grouped else [Run(0, 0, outputs)]
-            matrices.append(Matrix(target, first, outputs, spec.shape[1], tuple(runs)))
+            runs = [Run(0, 0, outputs)]
+            if spec.shard and target.grouped:
+                runs = runs_of_groups(spec.shard)
+            matrices.append(Matrix(target, first, outputs, columns, tuple(runs), *stack))
             first += outputs
     return matrices
 
@@ -63,7 +70,7 @@ def short_names(wanted: list[Target], among: list[Target]) -> tuple[str, ...]:
     names, exact = {}, {}
     for target in wanted:
         words = target.theirs.split(".")
-        for count in range(1, len(words)):
+        for count in range(1 + (words[-1] == "weight"), len(words)):
             end = ".".join(words[-count:])
             if any(word.isdigit() for word in words[-count:]):
                 continue

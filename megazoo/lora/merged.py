@@ -88,25 +88,29 @@ class MergedSource(ModelSource):
     def _merged(self, name: str, spec: ParameterSpec, box: Box) -> torch.Tensor:
         """Return a box of a weight with its adapters merged: fp32."""
         values = torch.empty([stop - start for start, stop in box])
-        self.base.read_pieces(name, values, spec, [Piece(box, (0, 0))])
-        (start, _), columns = box
+        self.base.read_pieces(name, values, spec, [Piece(box, (0,) * len(box))])
+        *stack, (start, _), columns = box
         for matrix in self._matrices[name]:
             there = ((matrix.first, matrix.first + matrix.outputs), (0, matrix.inputs))
-            if shared := overlap(box, there):
-                (low, high), _ = shared
+            if shared := overlap((*stack, *box[-2:]), (*stack, *there)):
+                low, high = shared[-2]
                 rows = (low - matrix.first, high - matrix.first)
-                values[low - start : high - start] += self._change(matrix, rows, columns)
+                changed = values[..., low - start : high - start, :]
+                changed += self._change(matrix, (*stack, rows, columns))
         return values
 
-    def _change(
-        self, matrix: Matrix, rows: tuple[int, int], columns: tuple[int, int]
-    ) -> torch.Tensor:
-        """Return rows and columns of the change of a matrix by its adapter: fp32."""
+    def _change(self, matrix: Matrix, box: Box) -> torch.Tensor:
+        """Return a box of the change of a matrix, or of a stack, by its adapter: fp32."""
+        *stack, rows, columns = box
         scale = self.adapters.settings.scale_of(matrix.target)
         (a_name, a_spec), (b_name, b_spec) = self.adapters.factors(matrix).items()
-        rank = (0, a_spec.shape[0])
-        a = torch.empty(rank[1], columns[1] - columns[0])
-        b = torch.empty(rows[1] - rows[0], rank[1])
-        self.adapters.read_pieces(a_name, a, a_spec, [Piece((rank, columns), (0, 0))])
-        self.adapters.read_pieces(b_name, b, b_spec, [Piece((rows, rank), (0, 0))])
+        rank = (0, a_spec.shape[-2])
+        a = self._factor(a_name, a_spec, (*stack, rank, columns))
+        b = self._factor(b_name, b_spec, (*stack, rows, rank))
         return scale * (b @ a)
+
+    def _factor(self, name: str, spec: ParameterSpec, box: Box) -> torch.Tensor:
+        """Return a box of a factor of an adapter: fp32."""
+        values = torch.empty([stop - start for start, stop in box])
+        self.adapters.read_pieces(name, values, spec, [Piece(box, (0,) * len(box))])
+        return values

@@ -4,13 +4,19 @@
     base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight       [outputs, rank]
 
 The factors are never transposed, also for GPT-2's Conv1D: only a merge transposes B A.
+
+The stacked weights of experts are parameters, not modules. PEFT wraps their module once for each:
+
+    ....mlp.experts.base_layer.lora_A.weight    of gate_up_proj, [experts x rank, inputs]
+    ....mlp.experts.lora_B.weight               of down_proj, [outputs, rank x experts]
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import product
 from math import isfinite
 from pathlib import Path
-from re import fullmatch
+from re import fullmatch, sub
 from typing import Any
 
 import torch
@@ -34,7 +40,7 @@ from megazoo.models.hugging_face.directory import some_of
 from megazoo.models.hugging_face.export import lazy_rows
 from megazoo.models.hugging_face.names import Run, hf_names
 from megazoo.models.outputs import CLASSIFIER_HEAD
-from megazoo.parallel.shard import ParameterSpec, Piece
+from megazoo.parallel.shard import Box, ParameterSpec, Piece
 
 PICKLED = "adapter_model.bin"  # older versions of PEFT
 PREFIX = "base_model.model."
@@ -62,25 +68,26 @@ class PEFTDirectory(AdapterSource):
         self._config = read_config(path / ADAPTER_CONFIG)
         self._names = self.files.names(self._file)
         all_matrices = adaptable_matrices(whole)
-        by_name = {
-            tensor_name(matrix.target, factor): matrix
-            for matrix in all_matrices
-            for factor in ("A", "B")
-        }
-        here = {by_name[name].target for name in self._names if name in by_name}
+        self._check_parameters([matrix.target for matrix in all_matrices])
+        self._tensors = tensors_of([m.target for m in all_matrices if self._may_have(m.target)])
+        by_name = {name: target for (target, _), name in self._tensors.items()}
+        here = {by_name[name] for name in self._names if name in by_name}
         self.matrices = [matrix for matrix in all_matrices if matrix.target in here]
         self.settings = self._read_settings([matrix.target for matrix in all_matrices])
         self._theirs, self._runs, self.specs = {}, {}, {}
+        self._stacked: dict[str, str] = {}  # the factor, "A" or "B", of each stacked tensor
         for matrix in self.matrices:
             factors = zip(("A", "B"), self.factors(matrix).items(), strict=True)
             for factor, (name, spec) in factors:
-                self._theirs[name] = tensor_name(matrix.target, factor)
+                self._theirs[name] = self._tensors[matrix.target, factor]
                 self._runs[name] = runs_of(matrix, factor, spec)
                 self.specs[name] = spec
+                if matrix.experts:
+                    self._stacked[name] = factor
         self._add_head(whole)
-        self._check_complete(all_matrices, type(whole).__name__)
-        for name, spec in self.specs.items():
-            self.files.check_shape(self._file, self._theirs[name], spec.shape)
+        self._check_complete([m.target for m in all_matrices], type(whole).__name__)
+        for name in self.specs:
+            self.files.check_shape(self._file, self._theirs[name], self._shape(name))
             self.dtype_of(name)  # raises for a dtype that weights can't have
 
     def dtype_of(self, name: str) -> torch.dtype:
@@ -92,6 +99,10 @@ class PEFTDirectory(AdapterSource):
     def read_pieces(
         self, name: str, destination: torch.Tensor, spec: ParameterSpec, pieces: list[Piece]
     ) -> None:
+        if name in self._stacked:
+            for piece in pieces:
+                self.put(destination[piece.index()], self._of_stack(name, piece.box))
+            return
         theirs, shape = self._theirs[name], self.specs[name].shape
         for run, piece in product(self._runs[name], pieces):
             (start, stop), columns = piece.box
@@ -102,6 +113,41 @@ class PEFTDirectory(AdapterSource):
                     self._file, theirs, shape, ((low + moved, high + moved), columns)
                 )
                 self.put(destination[piece.index(((low, high), columns))], values)
+
+    def _of_stack(self, name: str, box: Box) -> torch.Tensor:
+        """Return a box of a factor of stacked weights."""
+        experts, _, rank = self.specs[name].shape
+        (first, last), (start, stop), (left, right) = box
+        shape, theirs = self._shape(name), self._theirs[name]
+        if self._stacked[name] == "A":
+            rank = self.specs[name].shape[1]
+            rows = (first * rank, last * rank), (left, right)
+            values = self.files.box(self._file, theirs, shape, rows)
+            return values.reshape(last - first, rank, right - left)[:, start:stop]
+        columns = (start, stop), (left * experts, right * experts)
+        values = self.files.box(self._file, theirs, shape, columns)
+        by_expert = values.reshape(stop - start, right - left, experts).permute(2, 0, 1)
+        return by_expert[first:last]
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape that a tensor must have in the file."""
+        shape = self.specs[name].shape
+        return stored_shape(shape, self._stacked[name]) if name in self._stacked else shape
+
+    def _check_parameters(self, targets: list[Target]) -> None:
+        """Raise UserError for a name in target_parameters that is not that of experts or a
+        router."""
+        for name in self._config.target_parameters or []:
+            if not any(each.is_parameter and each.is_called(name) for each in targets):
+                raise UserError(
+                    f"{self.path / ADAPTER_CONFIG}: target_parameters {brief(name)} is not "
+                    "supported: the model has no experts or routers with this name"
+                )
+
+    def _may_have(self, target: Target) -> bool:
+        """Return whether the directory may have an adapter for a target. The names of tensors
+        don't show which parameters of a module are adapted."""
+        return not target.is_parameter or self._config.is_parameter(target.theirs)
 
     def _read_settings(self, targets: list[Target]) -> LoRASettings:
         """Return the settings. Their target names match exactly the layers of this directory."""
@@ -150,15 +196,16 @@ class PEFTDirectory(AdapterSource):
         self._theirs[CLASSIFIER_HEAD] = f"{PREFIX}{CLASSIFIER_HEAD}"
         self._runs[CLASSIFIER_HEAD] = [Run(0, 0, labels)]
 
-    def _check_complete(self, matrices: list[Matrix], model: str) -> None:
+    def _check_complete(self, targets: list[Target], model: str) -> None:
         """Raise UserError if a tensor is missing, or one does not belong to the model.
 
-        A tensor is missing if the other factor is there, or target_modules names its layer.
+        A tensor is missing if the other factor is there, or if target_modules or target_parameters
+        name its layer.
         """
         wanted = set(self._theirs.values())
-        for matrix in matrices:
-            names = {tensor_name(matrix.target, factor) for factor in ("A", "B")}
-            is_target = self._config.is_target(matrix.target.theirs)
+        for target in filter(self._may_have, targets):
+            names = {self._tensors[target, factor] for factor in ("A", "B")}
+            is_target = target.is_parameter or self._config.is_module(target.theirs)
             wanted = wanted | names if is_target else wanted - names
         problems = []
         if missing := wanted - self._names:
@@ -194,23 +241,72 @@ def labels_in(path: Path) -> int:
     return files.shape(file, head)[0] if head in files.names(file) else 0
 
 
-def tensor_name(target: Target, factor: str) -> str:
-    """Return the name in PEFT of a factor, "A" or "B", of a target's adapter."""
-    return f"{PREFIX}{target.theirs}.lora_{factor}.weight"
+def tensors_of(targets: Sequence[Target]) -> dict[tuple[Target, str], str]:
+    """Return the names in PEFT of the factors, "A" and "B", of the adapters of targets.
+
+    targets: all adapted targets of a model, in its order. PEFT wraps a module once for each of its
+    adapted parameters; the first one is the innermost.
+    """
+    names, wrapped = {}, Counter()
+    for target in reversed(targets):
+        module = target.theirs
+        if target.is_parameter:
+            module = module.rpartition(".")[0]
+            wrapped[module] += 1
+            module += ".base_layer" * (wrapped[module] - 1)
+        for factor in ("A", "B"):
+            names[target, factor] = f"{PREFIX}{module}.lora_{factor}.weight"
+    return names
+
+
+def stored_shape(shape: tuple[int, ...], factor: str) -> tuple[int, int]:
+    """Return the shape in the file of a factor of stacked weights: A is [experts x rank, inputs],
+    B is [outputs, rank x experts]. shape: of the factor in megazoo."""
+    experts, rows, columns = shape
+    return (experts * rows, columns) if factor == "A" else (rows, columns * experts)
 
 
 def runs_of(matrix: Matrix, factor: str, spec: ParameterSpec) -> Sequence[Run]:
     """Return how the rows of a factor, "A" or "B", are ordered in the file of PEFT: those of B like
-    the rows of its matrix."""
+    the rows of its matrix. Not for the B of stacked weights, whose experts are interleaved."""
+    if matrix.experts:
+        rank = spec.shape[1]
+        return [Run(index * rank, 0, rank, (index,)) for index in range(matrix.experts)]
     return matrix.runs if factor == "B" else [Run(0, 0, spec.shape[0])]
+
+
+def lazy_stack(
+    source: TensorSource,
+    name: str,
+    spec: ParameterSpec,
+    dtype: torch.dtype,
+    progress: BytesWritten,
+) -> LazyTensor:
+    """Return the factor B of stacked weights, [experts, outputs, rank], as PEFT stores it."""
+    experts, outputs, rank = spec.shape
+
+    def fill(rows: torch.Tensor, start: int) -> None:
+        box = ((0, experts), (start, start + len(rows)), (0, rank))
+        by_expert = rows.view(len(rows), rank, experts).permute(2, 0, 1)
+        source.read_pieces(name, by_expert, spec, [Piece(box, (0, 0, 0))])
+        progress(rows.nbytes)
+
+    return LazyTensor((outputs, rank * experts), dtype, fill)
 
 
 def _pattern(
     key: str, pattern: dict[str, Any] | None, here: list[Target], default: float, file: Path
 ) -> dict[str, Any]:
     """Return rank_pattern or alpha_pattern with names that match exactly the targets they mean.
-    UserError for a regular expression."""
-    for name, value in (pattern or {}).items():
+    UserError for a regular expression, except the one that PEFT writes for the parameters of
+    experts."""
+    pattern = {
+        sub(r"\\(.)", r"\1", name.removeprefix(r".*\."))
+        if name.startswith(r".*\.")
+        else name: value
+        for name, value in (pattern or {}).items()
+    }
+    for name, value in pattern.items():
         if not fullmatch(r"[\w.-]+", name):
             raise UserError(
                 f"{file}: {key} has the regular expression {brief(name)}, which is not supported: "
@@ -220,8 +316,9 @@ def _pattern(
             raise UserError(f"{file}: {key} of {name} is {value}: it must be finite")
 
     def value_of(target: Target) -> float:
-        values = (pattern or {}).items()
-        ends = (value for name, value in values if f".{target.theirs}".endswith(f".{name}"))
+        ends = (
+            value for name, value in pattern.items() if f".{target.theirs}".endswith(f".{name}")
+        )
         return next(ends, default)
 
     return _by_name({target: value_of(target) for target in here}, default)
@@ -254,13 +351,17 @@ def write_adapters(
     those of the adapters. dtype: of the tensors; by default as stored.
     """
     matrices, tensors = adapted(adaptable_matrices(whole), settings), {}
-
+    names = tensors_of([matrix.target for matrix in matrices])
     for matrix in matrices:
         for factor, spec in matrix.specs(settings.rank_of(matrix.target)).items():
-            name, runs = matrix.target.parameter(factor), runs_of(matrix, factor, spec)
-            tensors[tensor_name(matrix.target, factor)] = lazy_rows(
-                source, name, spec, runs, dtype or source.dtype_of(name), progress
-            )
+            name = matrix.target.parameter(factor)
+            kind = dtype or source.dtype_of(name)
+            if matrix.experts and factor == "B":
+                tensor = lazy_stack(source, name, spec, kind, progress)
+            else:
+                runs = runs_of(matrix, factor, spec)
+                tensor = lazy_rows(source, name, spec, runs, kind, progress)
+            tensors[names[matrix.target, factor]] = tensor
     if labels := labels_of(whole):
         kind = dtype or source.dtype_of(CLASSIFIER_HEAD)
         head = ParameterSpec((labels, whole.config.hidden_size))
@@ -279,6 +380,12 @@ def peft_config(
     """Return the contents of adapter_config.json for a model's adapters."""
     targets = [matrix.target for matrix in adaptable_matrices(whole)]
     here = [matrix.target for matrix in adapted(adaptable_matrices(whole), settings)]
+
+    def short(is_parameter: bool) -> list[str]:
+        of_kind = ([t for t in some if t.is_parameter == is_parameter] for some in (here, targets))
+        return list(short_names(*of_kind))
+
+    parameters = short(is_parameter=True)
     is_classifier = labels_of(whole) > 0
     ranks = {target: settings.rank_of(target) for target in here}
     alphas = {target: _plain(settings.alpha_of(target)) for target in here}
@@ -295,7 +402,8 @@ def peft_config(
         "peft_type": "LORA",
         "r": settings.rank,
         "rank_pattern": _by_name(ranks, settings.rank),
-        "target_modules": list(short_names(here, targets)),
+        "target_modules": short(is_parameter=False),
+        **({"target_parameters": parameters} if parameters else {}),
         "task_type": "SEQ_CLS" if is_classifier else "CAUSAL_LM",
         "use_dora": False,
         "use_rslora": settings.rslora,

@@ -33,6 +33,7 @@ class AdapterConfig:
     use_rslora: bool = False
     bias: str = "none"
     target_modules: list[str] | str | None = None
+    target_parameters: list[str] | None = None
     modules_to_save: list[str] | None = None
     rank_pattern: dict[str, int] | None = field(default_factory=dict)
     alpha_pattern: dict[str, float] | None = field(default_factory=dict)
@@ -41,7 +42,11 @@ class AdapterConfig:
     layers_to_transform: list[int] | int | None = None
     layers_pattern: list[str] | str | None = None
 
-    def is_target(self, name: str) -> bool:
+    def is_parameter(self, name: str) -> bool:
+        """Return whether PEFT adapts a parameter, by target_parameters."""
+        return _matches(name, self.target_parameters or [])
+
+    def is_module(self, name: str) -> bool:
         """Return whether PEFT adapts a module, by target_modules, exclude_modules and
         layers_to_transform."""
         wanted = [] if self.target_modules is None else self.target_modules
@@ -87,7 +92,7 @@ def read_config(file: Path) -> AdapterConfig:
 
 def _check_targets(config: AdapterConfig, file: Path) -> None:
     """Raise UserError if the file does not determine which modules PEFT adapts."""
-    if config.target_modules is None:
+    if config.target_modules is None and not config.target_parameters:
         raise UserError(
             f"{file}: target_modules is missing: its default depends on the version of PEFT"
         )

@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 from megazoo.errors import UserError, check_number, nearest
+from megazoo.layers.experts import ColumnParallelExperts, RowParallelExperts
 from megazoo.layers.linear import ColumnParallelLinear, RowParallelLinear
-from megazoo.lora.layers import Adapter, Adapters
+from megazoo.layers.router import ReplicatedLinear, Router
+from megazoo.lora.layers import Adapter, Adapters, ExpertAdapters
 from megazoo.models.base import Model
 from megazoo.models.hugging_face.names import HFNames, hf_names
 from megazoo.models.outputs import CLASSIFIER_HEAD
@@ -22,9 +24,10 @@ from megazoo.parallel.module import initialize
 from megazoo.parallel.random import derive_seed
 from megazoo.parallel.shard import Shard
 
-LinearLayer = ColumnParallelLinear | RowParallelLinear
+Experts = ColumnParallelExperts | RowParallelExperts
+LinearLayer = ColumnParallelLinear | RowParallelLinear | ReplicatedLinear | Experts
 
-ALL = "all-linear"  # PEFT's name for every target
+ALL = "all-linear"  # PEFT's name for the targets in linear layers
 LORA = "lora"  # the attribute of a layer with its adapters, and part of their parameters' names
 
 
@@ -69,7 +72,14 @@ class LoRASettings:
         """
         self.check()
         called = (*self.targets, *self.rank_pattern, *self.alpha_pattern)
-        check_targets(all_targets(whole), called)
+        targets = all_targets(whole)
+        check_targets(targets, called)
+        stacks = [t for t in targets if t.is_parameter and any(map(t.is_called, self.targets))]
+        if stacks and self.dropout:
+            raise UserError(
+                f"dropout {self.dropout} is not supported for {stacks[0].module}, as in PEFT: use "
+                "0, or leave experts and routers out of the targets"
+            )
 
     def attach(self, model: nn.Module, seed: int | None = None) -> None:
         """Attach adapters to the layers that the targets name, and freeze all other parameters
@@ -113,7 +123,7 @@ class Target:
     part of the layer's name if the target is the complete layer. theirs: name in the Hugging Face
     model; megazoo's name if there is none. names: all its names; a user may write the end of one,
     "q" for "attention.q". grouped: the Hugging Face model orders the rows differently (see
-    HFNames).
+    HFNames). is_parameter: PEFT adapts it by target_parameters, not by target_modules.
     """
 
     module: str
@@ -121,10 +131,13 @@ class Target:
     theirs: str
     names: tuple[str, ...]
     grouped: bool = False
+    is_parameter: bool = False
 
     def is_called(self, name: str) -> bool:
         """Return whether a user's name matches this target."""
-        return name == ALL or any(f".{own}".endswith(f".{name}") for own in self.names)
+        if name == ALL:
+            return not self.is_parameter
+        return any(f".{own}".endswith(f".{name}") for own in self.names)
 
     def parameter(self, factor: str) -> str:
         """Return the global name of a factor, "A" or "B", of its adapter."""
@@ -157,7 +170,11 @@ def targets_of(model: nn.Module, name: str, layer: LinearLayer) -> list[Target]:
     try:
         table = hf_names(type(model), f"{name}.weight")
     except (AttributeError, KeyError):  # a custom model has no table, or not this layer
-        table = HFNames(f"{name}.weight")
+        is_stack, is_router = isinstance(layer, Experts), isinstance(layer, Router)
+        parameter = name if is_stack else f"{name}.weight" if is_router else ""
+        table = HFNames(f"{name}.weight", parameter=parameter)
+    if table.parameter:
+        return [Target(name, last, table.parameter, (name, table.parameter), is_parameter=True)]
     theirs = [each.removesuffix(".weight") for each in table.names]
     if len(theirs) > 1 and len(theirs) == len(parts):
         return [
@@ -186,12 +203,18 @@ def check_targets(targets: list[Target], wanted: Iterable[str]) -> None:
     for name in wanted:
         if not any(target.is_called(name) for target in targets):
             known = dict.fromkeys(
-                last for target in targets for last in (target.part, target.theirs.split(".")[-1])
+                last for target in targets for last in (target.part, _last_of(target.theirs))
             )
             raise UserError(
                 f"the target {name!r} is not a linear layer of the model{nearest(name, known)}; "
                 f"supported: {', '.join(known)}, and {ALL}"
             )
+
+
+def _last_of(name: str) -> str:
+    """Return the last part of a name, and the part before it if the last one is "weight"."""
+    parts = name.split(".")
+    return ".".join(parts[-2:] if parts[-1] == "weight" else parts[-1:])
 
 
 def _attach_to(
@@ -203,12 +226,12 @@ def _attach_to(
 ) -> None:
     """Attach adapters to a layer. targets: all targets of the layer; called: those to adapt."""
     spec, adapters = layer.specs["weight"], {}
-    columns, rows = spec.shape[1], spec.shape[0]
-    is_row_parallel = isinstance(layer, RowParallelLinear)
-    cut = layer.shard
+    *stack, rows, columns = spec.shape
+    cut, experts = spec.shard, spec.shard_over("ep")
+    inputs_cut = cut if cut and cut.dim == len(stack) + 1 else None
     for target in called:
-        outputs, outputs_cut = rows, None if is_row_parallel else cut
-        if len(targets) > 1:
+        outputs, outputs_cut = rows, None if inputs_cut else cut
+        if cut and len(targets) > 1:
             number = targets.index(target)
             outputs = cut.parts[number]
             outputs_cut = Shard(0, (outputs,), cut.units[number : number + 1])
@@ -217,21 +240,23 @@ def _attach_to(
                 outputs,
                 columns,
                 outputs_cut,
-                cut if is_row_parallel else None,
+                inputs_cut,
+                experts,
                 rank=settings.rank_of(target),
                 scale=settings.scale_of(target),
                 dropout=settings.dropout,
                 ctx=layer.ctx,
             )
+        adapter.token_share = layer.token_share
         adapter.dropout.site = f"{target.module}.{LORA}.{target.part}"
         _fill(adapter, target, layer.weight, seed)
         adapters[target.part] = adapter
-    if len(targets) > 1:
+    if cut and len(targets) > 1:
         lengths = cut.local_sizes(layer.ctx.tp_size, layer.ctx.tp_rank)
     else:
         lengths = [layer.weight.shape[0]]
     sizes = dict(zip((target.part for target in targets), lengths, strict=True))
-    layer.lora = Adapters(adapters, sizes)
+    layer.lora = (ExpertAdapters if experts else Adapters)(adapters, sizes)
 
 
 def _fill(adapter: Adapter, target: Target, weight: torch.Tensor, seed: int) -> None:

@@ -40,7 +40,7 @@ def changed(originals, tmp_path, **values):
 CONFIGS = {
     "use_dora True is not supported": {"use_dora": True},
     "lora_bias True is not supported": {"lora_bias": True},
-    "target_parameters a list is not supported": {"target_parameters": ["experts.up"]},
+    "target_parameters 'experts.up' is not supported": {"target_parameters": ["experts.up"]},
     "trainable_token_indices a list is not supported": {"trainable_token_indices": [3]},
     "layer_replication a list is not supported": {"layer_replication": [[0, 2], [1, 3]]},
     "megatron_config an object is not supported": {"megatron_config": {"a": 1}},

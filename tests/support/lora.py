@@ -68,6 +68,24 @@ def one_process(config, **how):
     return train(config, {}, **how)
 
 
+def indices(box) -> tuple[slice, ...]:
+    return tuple(slice(*bounds) for bounds in box)
+
+
+def assembled(pieces) -> torch.Tensor:
+    """The tensor of which the pieces are all boxes."""
+    values = torch.full(
+        [
+            max(stop for _, stop in bounds)
+            for bounds in zip(*(box for box, _ in pieces), strict=True)
+        ],
+        torch.nan,
+    )
+    for box, part in pieces:
+        values[indices(box)] = part
+    return values
+
+
 def assert_alike(found, expected, tolerance=1e-5):
     """Losses, norms and values of all ranks are those of one process, and no value is missing."""
     history, whole, _ = expected
@@ -80,8 +98,7 @@ def assert_alike(found, expected, tolerance=1e-5):
         for parameter, pieces in values.items():
             seen.add(parameter)
             for box, part in pieces:
-                there = torch.cat([rows for _, rows in whole[parameter]])
-                there = there[tuple(slice(*bounds) for bounds in box)]
+                there = assembled(whole[parameter])[indices(box)]
                 assert (part - there).abs().max() < tolerance, parameter
     assert seen == set(whole)
     assert any(values.any() for name in whole if name.endswith("B") for _, values in whole[name])

@@ -163,8 +163,7 @@ class HuggingFaceDirectory(ModelSource):
 
         def names_of(name: str) -> HFNames:
             theirs = hf_names(self.model, name)
-            parts = (part.removeprefix(prefix) if bare else part for part in theirs.names)
-            return theirs.renamed(*parts)
+            return theirs.renamed(lambda name: name.removeprefix(prefix)) if bare else theirs
 
         table = self.model.HUGGING_FACE_NAMES
         head = f"{table['head'].names[0]}.weight" if "head" in table else ""

@@ -1,7 +1,7 @@
 """Hugging Face names of tensors, and the order of their rows."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from megazoo.errors import UserError
@@ -50,14 +50,21 @@ class HFNames:
     grouped: the Hugging Face tensor of a query/key/value projection has its rows group by group:
     the query heads that share a key head, that key head, and its value head. In GPT-NeoX each head
     is a group.
+    parameter: name of the one parameter of the transformers model that holds the tensors, if that
+    is not the weight of a linear layer. PEFT adapts it by target_parameters.
     """
 
-    def __init__(self, *names: str, transposed: bool = False, grouped: bool = False):
+    def __init__(
+        self, *names: str, transposed: bool = False, grouped: bool = False, parameter: str = ""
+    ):
         self.names, self.transposed, self.grouped = names, transposed, grouped
+        self.parameter = parameter
 
-    def renamed(self, *names: str) -> "HFNames":
-        """Return a copy with other names."""
-        return HFNames(*names, transposed=self.transposed, grouped=self.grouped)
+    def renamed(self, rename: Callable[[str], str]) -> "HFNames":
+        """Return a copy with other names. rename: returns the new name."""
+        names, parameter = map(rename, self.names), rename(self.parameter)
+        how = {"transposed": self.transposed, "grouped": self.grouped}
+        return HFNames(*names, **how, parameter=parameter)
 
     def parts(self, spec: ParameterSpec) -> list[tuple[str, list[Run]]]:
         """Return the name of each Hugging Face tensor, with the rows of the megazoo tensor that it
@@ -109,7 +116,7 @@ def names_in(table: dict[str, HFNames], module: str) -> HFNames | None:
     """
     layer = re.search(r"(?<=layers\.)\d+", module)
     theirs = table.get(re.sub(r"(?<=layers\.)\d+", "{}", module, count=1))
-    return theirs and theirs.renamed(*(name.format(layer and layer[0]) for name in theirs.names))
+    return theirs and theirs.renamed(lambda name: name.format(layer and layer[0]))
 
 
 def check_names(model: Any, names: Iterable[str]) -> None:
@@ -134,4 +141,5 @@ def hf_names(model: type, name: str) -> HFNames:
         raise KeyError(name)
     names = tuple(f"{part}.{kind}" for part in theirs.names)
     transposed = theirs.transposed and kind == "weight"
-    return HFNames(*names, transposed=transposed, grouped=theirs.grouped)
+    how = {"grouped": theirs.grouped, "parameter": theirs.parameter}
+    return HFNames(*names, transposed=transposed, **how)
