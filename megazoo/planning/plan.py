@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
+from megazoo.engine.auxiliary import check_order, declared_losses
 from megazoo.engine.pipeline import MAX_OPEN_EXCHANGES
 from megazoo.errors import UserError
 from megazoo.models.attachment import Attachment
 from megazoo.models.base import Model
-from megazoo.models.counts import flops_per_token, parameter_count
+from megazoo.models.counts import flops_per_token, parameter_count, whole_model
 from megazoo.models.registry import FAMILIES, family_of
 from megazoo.models.rules import check_batch, check_layout, check_offload, check_sequence
 from megazoo.parallel.actions import Action, in_flight
@@ -133,6 +134,12 @@ class Planner(Builder):
         """The number of parameters of the model without adapters."""
         return parameter_count(self.config)
 
+    @cached_property
+    def joint_losses(self) -> dict[str, int]:
+        """The sizes of the auxiliary losses over the whole batch."""
+        declared = declared_losses(whole_model(self.config)) or {}
+        return {name: size for name, size in declared.items() if size}
+
     def check(self, layout: ParallelContext, run: PlannedRun) -> None:
         """Raise UserError if the training program does not support the run."""
         self.trained(run.train_only)  # raises an error for names that do not exist
@@ -148,6 +155,9 @@ class Planner(Builder):
         check_sequence(self.family, self.config, run.seq_length)
         if layout.cp_size > 1:
             self.build(place_in(layout, 0))  # raises an error for more ranks than heads
+        if self.joint_losses:
+            of_last = schedule_tables(layout, run)[layout.placement.last_rank]
+            check_order(self.joint_losses, of_last, microbatches)
 
     def plan(self, layout: ParallelContext, run: PlannedRun) -> Plan:
         """Return the plan of a run. `check` must accept the run."""

@@ -359,6 +359,9 @@ def test_mistakes_are_told_in_one_line(capsys, monkeypatch):
         "--serach": "unknown flag --serach; did you mean --search? (--help lists all)",
         "--seq-length 257": "seq-length 257 exceeds the model's max-positions 256: use "
         "a smaller --seq-length, or a larger --max-positions",
+        "--model mixtral --router-balance batch --micro-batch-size 1 --global-batch-size 4": "the "
+        "auxiliary loss router_balance is over the whole batch, so all 4 forwards must precede the "
+        "first backward: use schedule gpipe, or one micro-batch",
         "--json /none/there.json": "--json /none/there.json: No such file or directory",
     }.items():
         monkeypatch.setattr(sys, "argv", ["plan.py", *arguments.split()])
