@@ -13,7 +13,7 @@ layouts.
 import math
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -103,15 +103,45 @@ def check_parallel(
     """
     check_number("steps", steps, 1, whole=True)
     check_number("tolerance", tolerance, 0)
+    subject = subject_of(model, load, import_, lora_rank, optimizer, within)
+    chosen = [Layout.named(layout) if isinstance(layout, str) else layout for layout in layouts]
+    check_layouts(chosen, subject.config)
+    with tempfile.TemporaryDirectory(prefix="megazoo-check-") as directory:
+        record, pool = Path(directory) / "one_process.pt", RankPool()
+        try:
+            run_in_one_process(pool, train_in_one_process, subject, steps, record)
+            for layout in chosen:
+                yield _check_layout(pool, subject, layout, steps, record, tolerance)
+        finally:
+            pool.close()
+
+
+def subject_of(
+    model: Any,
+    load: Path | None,
+    import_: Path | None,
+    lora_rank: int,
+    optimizer: str,
+    within: Callable[[], AbstractContextManager],
+    dtype: str = "float32",
+    offload: bool = False,
+) -> Subject:
+    """Return the Subject of a check.
+
+    Raises:
+        UserError: A setting is invalid, or the model is a classifier.
+    """
     check_number("lora-rank", lora_rank, 0, whole=True)
     if optimizer not in OPTIMIZERS:
         raise UserError(
             f"optimizer {optimizer!r} is not supported: use one of {', '.join(OPTIMIZERS)}"
         )
+    if offload and optimizer != "adamw":
+        raise UserError(f"the state of {optimizer} can't be offloaded: use optimizer adamw")
     config = find_config(tiny_preset(model)) if isinstance(model, str) else model
     if getattr(config, "num_labels", 0):
         raise UserError("the check trains language models, not classifiers: num_labels must be 0")
-    subject = Subject(
+    return Subject(
         family_of(config),
         asdict(config),
         load and Path(load),
@@ -119,26 +149,23 @@ def check_parallel(
         lora_rank,
         optimizer,
         within,
+        dtype,
+        offload,
     )
-    chosen = [Layout.named(layout) if isinstance(layout, str) else layout for layout in layouts]
-    for layout in chosen:
+
+
+def check_layouts(layouts: Iterable[Layout], config: Any) -> None:
+    """Raise UserError if a check cannot train the model in one of the layouts."""
+    for layout in layouts:
         layout.check(config)
         if ROWS % layout.dp:
             raise UserError(f"{layout}: dp {layout.dp} must divide the {ROWS} rows of the check")
-    with tempfile.TemporaryDirectory(prefix="megazoo-check-") as directory:
-        record, pool = Path(directory) / "one_process.pt", RankPool()
-        try:
-            _train_in_one_process(pool, subject, steps, record)
-            for layout in chosen:
-                yield _check_layout(pool, subject, layout, steps, record, tolerance)
-        finally:
-            pool.close()
 
 
-def _train_in_one_process(pool: RankPool, subject: Subject, steps: int, record: Path) -> None:
+def run_in_one_process(pool: RankPool, function: Callable, *arguments: Any) -> None:
     """Train in one process. A UserError in that process is raised as a UserError here."""
     try:
-        pool.run(train_in_one_process, 1, subject, steps, record, timeout=TIMEOUT)
+        pool.run(function, 1, *arguments, timeout=TIMEOUT)
     except RankError as error:
         kind, _, text = str(error).splitlines()[-1].partition(": ")
         if kind == f"{UserError.__module__}.{UserError.__qualname__}":

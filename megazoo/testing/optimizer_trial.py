@@ -19,10 +19,10 @@ CLIP = 0.1  # small enough that gradients are clipped
 LOSS_SCALE = 2.0**10  # only in layouts, not in one process; a power of two is exact in fp32
 
 
-def make_optimizer(name: str, model: Any, zero: int) -> AdamW:
-    """Create the optimizer of a check, one of OPTIMIZERS."""
+def make_optimizer(name: str, model: Any, zero: int, offload: bool = False) -> AdamW:
+    """Create the optimizer of a check, one of OPTIMIZERS. offload: only for adamw."""
     if name == "adamw":
-        return AdamW(model, **SETTINGS, clip_grad=CLIP, zero=zero)
+        return AdamW(model, **SETTINGS, clip_grad=CLIP, zero=zero, offload=offload)
     return Muon(model, **OF_MATRICES, adamw=SETTINGS, clip_grad=CLIP, zero=zero)
 
 

@@ -72,6 +72,8 @@ class Subject:
             parameters; 0 for none.
         optimizer: One of OPTIMIZERS.
         within: Function that returns a context manager in which every process trains.
+        dtype: Name of the data type of the parameters.
+        offload: Whether the state of the optimizer is stored on the CPU.
     """
 
     family: str
@@ -81,6 +83,8 @@ class Subject:
     lora_rank: int = 0
     optimizer: str = "adamw"
     within: Callable[[], AbstractContextManager] = nullcontext
+    dtype: str = "float32"
+    offload: bool = False
 
     @property
     def config(self) -> Any:
@@ -186,7 +190,7 @@ def train_in_one_process(subject: Subject, steps: int, path: Path) -> None:
     with subject.within():
         record, ctx = Record(), ParallelContext()
         record.draws = dropout_draws(subject.config, Layout.schedule, ctx)
-        model = _build(subject, ctx)
+        model = build(subject, ctx)
         record.initial = _copies(model)
         record.logits, record.labelled = _evaluated(model, micro_batches=1)
         record.rows = _losses_of_rows(model)
@@ -225,7 +229,7 @@ def train_on_a_rank(
         config = subject.config  # first: its file can register the schedule
         ctx = layout.context()
         draws = dropout_draws(config, layout.schedule, ctx)
-        model, record = _build(subject, ctx), Record()
+        model, record = build(subject, ctx), Record()
         model.engine.loss_scale = LossScale(LOSS_SCALE)  # must not change any result
         weights = _copies(model)
         found = Findings(
@@ -308,13 +312,13 @@ def _losses_of_rows(model) -> torch.Tensor:
     return torch.stack([-scores.log_likelihood, scores.tokens.double()], dim=1)
 
 
-def _build(subject: Subject, ctx: ParallelContext):
+def build(subject: Subject, ctx: ParallelContext):
     """Build the model with random biases, norms and adapters, and without dropout."""
-    config = subject.config
+    config, dtype = subject.config, getattr(torch, subject.dtype)
     if subject.load:
-        model = from_pretrained(subject.load, ctx, dtype=torch.float32).train()
+        model = from_pretrained(subject.load, ctx, dtype=dtype).train()
     else:
-        model = from_config(config, ctx, seed=3)
+        model = from_config(config, ctx, dtype=dtype, seed=3)
     for module in model.modules():
         if isinstance(module, Dropout):
             module.probability = 0.0

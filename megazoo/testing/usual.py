@@ -48,6 +48,12 @@ OTHER_STAGES = (
     "forward_stage reads what another stage has built or computed: a stage is given the "
     "activations and the MicroBatch only"
 )
+RESUMED_TRAINED = "parameters are frozen or unfrozen in another order than the optimizer is created"
+RESUMED_STATE = "the state is created again after loading, or is not in the checkpoint"
+RESUMED_RATES = "the groups of parameters are matched by too few keys, or by their position"
+RESUMED_ORDER = "the samples that were consumed are skipped twice, in each epoch, or not at all"
+RESUMED_DROPOUT = "set-up or loading draws from the generator of the dropout"
+RESUMED_LOSS = "a state that is not compared is not in the checkpoint, or is not loaded"
 _PARTS = (
     "heads, positions, masks, another order of tokens or another cut of a fused weight: often "
     "with local numbers in place of the whole's"
@@ -148,6 +154,17 @@ def of_weights(tied: bool, zero: int, most_differ: bool) -> str:
         "of a part, or normalises a shard"
     )
     return "; or ".join(reasons)
+
+
+def of_resumed(kind: str) -> str:
+    """Return the usual cause of a state that differs after a run is resumed. kind: of the state."""
+    if kind == "master weights":
+        return (
+            "master weights are made before the weights are loaded, and are not loaded themselves"
+        )
+    if kind == "weights":
+        return "weights are loaded into a copy, or into another part of the parameter"
+    return "states are not loaded, or are read from another part of the parameter, or with padding"
 
 
 def of_error(text: str, layout: Layout) -> str:

@@ -1,0 +1,496 @@
+"""Check that a run resumes in any layout as if it had never stopped.
+
+One process trains four steps. The ranks of a first layout train two steps and save a checkpoint.
+The ranks of a second layout load it and train two more. Directly after loading, the state must
+equal the saved one bit for bit. After the last steps it must be that of the one process.
+
+The batches come from a dataset that is smaller than the run, with rows of different lengths, so
+that a resumed run continues in the middle of an epoch.
+"""
+
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+from megazoo import checkpoint
+from megazoo.data.loading import Batches
+from megazoo.data.order import Blend
+from megazoo.data.samples import Sample, sample_of
+from megazoo.engine import batch as batches
+from megazoo.errors import check_number
+from megazoo.optim.base import MASTER
+from megazoo.optim.learning_rate import learning_rate
+from megazoo.optim.loss_scale import LossScale
+from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.random import derive_seed
+from megazoo.testing import usual
+from megazoo.testing.batches import ROWS, SEQUENCE, micro_batches_of
+from megazoo.testing.check import check_layouts, run_in_one_process, subject_of
+from megazoo.testing.distances import parameter_distances, relative
+from megazoo.testing.layouts import Layout
+from megazoo.testing.optimizer_trial import LOSS_SCALE, make_optimizer
+from megazoo.testing.ranks import RankError, RankPool
+from megazoo.testing.trial import Subject, build
+
+STOP, LAST = 2, 4  # steps before the checkpoint, and of the whole run
+SAMPLES = 40  # of the dataset: an epoch ends within a step
+TIMEOUT = 600.0  # seconds per layout
+OF_LOW_PRECISION = 5e-2  # relative difference of a loss in bfloat16 between layouts
+SCHEDULE = {"schedule": "cosine", "lr": 2e-3, "min_lr": 0.0, "warmup_steps": 3, "steps": 6}
+WEIGHTS = "weights"  # the name of the parameters among the states
+
+
+@dataclass
+class ResumeVerdict:
+    """The result of the check for a pair of layouts.
+
+    Attributes:
+        saved: Layout that saved the checkpoint.
+        resumed: Layout that loaded it.
+        loss: Largest relative difference of the loss in any step after the checkpoint.
+        weight: Largest distance of any parameter after the last step, as in `Verdict`.
+        cause: The first difference, or None if the pair passed.
+        usual: The usual cause of the difference, or "".
+    """
+
+    saved: Layout
+    resumed: Layout
+    loss: float = math.nan
+    weight: float = math.nan
+    cause: str | None = None
+    usual: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the run resumes as if it had never stopped."""
+        return self.cause is None
+
+    def __str__(self) -> str:
+        return f"{self.saved}>{self.resumed}"
+
+
+@dataclass
+class Run:
+    """What a rank records in a run, by step.
+
+    Attributes:
+        batches: Tokens of the global batch.
+        rates: Learning rate and weight decay of each trained parameter.
+        seeds: Seeds of the dropout of each micro-batch.
+        losses: Losses.
+        norms: Gradient norms.
+        scales: States of the loss scale after the step.
+        states: States of the parameters after the step, by kind and name; of one process only.
+        distances: Distances of the states from those of one process, by kind and name.
+    """
+
+    batches: dict[int, list[int]] = field(default_factory=dict)
+    rates: dict[int, dict[str, tuple[float, float]]] = field(default_factory=dict)
+    seeds: dict[int, list[int]] = field(default_factory=dict)
+    losses: dict[int, float] = field(default_factory=dict)
+    norms: dict[int, float] = field(default_factory=dict)
+    scales: dict[int, dict] = field(default_factory=dict)
+    states: dict[int, dict[str, dict[str, torch.Tensor]]] = field(default_factory=dict)
+    distances: dict[int, dict[str, dict[str, float]]] = field(default_factory=dict)
+
+
+@dataclass
+class Resumed(Run):
+    """What a rank that resumes a run records in addition.
+
+    Attributes:
+        place: The rank along each axis, as a text.
+        step, samples: The numbers of steps and samples in the checkpoint.
+        updates: The number of steps of the optimizer after loading.
+        trained: Names of the trained parameters.
+        loaded: Distances of the loaded states from the saved ones, by kind and name; infinite if
+            only one of them exists.
+    """
+
+    place: str = ""
+    step: int = 0
+    samples: int = 0
+    updates: float = 0.0
+    trained: set[str] = field(default_factory=set)
+    loaded: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
+class Rows:
+    """A small dataset with rows of different lengths. vocabulary: number of tokens. longest: of a
+    row, in tokens."""
+
+    def __init__(self, vocabulary: int, longest: int):
+        self.vocabulary, self.longest = vocabulary, min(longest, SEQUENCE)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Sample:
+        generator = np.random.default_rng(derive_seed(5, "rows", index))
+        length = max(2, self.longest - index % 5)
+        return sample_of(generator.integers(self.vocabulary, size=length + 1))
+
+
+def check_resume(
+    model: Any,
+    pairs: Sequence[tuple[Layout, Layout]],
+    *,
+    load: Path | None = None,
+    import_: Path | None = None,
+    lora_rank: int = 0,
+    optimizer: str = "adamw",
+    dtype: str = "float32",
+    offload: bool = False,
+    tolerance: float = 1e-5,
+    within: Callable[[], AbstractContextManager] = nullcontext,
+) -> Iterator[ResumeVerdict]:
+    """Save a run in one layout and resume it in another, on the CPU of this machine.
+
+    Args:
+        model: A config object.
+        pairs: The layouts that save and resume.
+        load, import_, lora_rank, optimizer, within: As in `check_parallel`.
+        dtype: float32 or bfloat16. In bfloat16 the last steps are compared by their losses only.
+        offload: Store the state of the optimizer on the CPU, as with `offload=True`.
+        tolerance: Relative differences above this count. Loaded states must be equal.
+
+    Yields:
+        A verdict per pair.
+
+    Raises:
+        UserError: A layout is invalid.
+        RankError: Training in one process, or in a layout that saves, fails.
+    """
+    check_number("tolerance", tolerance, 0)
+    subject = subject_of(model, load, import_, lora_rank, optimizer, within, dtype, offload)
+    check_layouts((layout for pair in pairs for layout in pair), subject.config)
+    with tempfile.TemporaryDirectory(prefix="megazoo-check-") as directory:
+        pool, root = RankPool(), Path(directory)
+        one = root / "one_process.pt"
+        runs: dict[Layout, Run] = {}
+        try:
+            run_in_one_process(pool, train_without_a_stop, subject, one)
+            for saved, resumed in pairs:
+                place = root / str(saved)
+                if saved not in runs:
+                    arguments = (subject, saved, place)
+                    runs[saved] = pool.run(save_a_run, saved.ranks, *arguments, timeout=TIMEOUT)[0]
+                yield _check_pair(pool, subject, (saved, resumed), place, one, runs, tolerance)
+        finally:
+            pool.close()
+
+
+def _check_pair(
+    pool: RankPool,
+    subject: Subject,
+    pair: tuple[Layout, Layout],
+    place: Path,
+    one: Path,
+    runs: dict[Layout, Run],
+    tolerance: float,
+) -> ResumeVerdict:
+    saved, resumed = pair
+    verdict = ResumeVerdict(saved, resumed)
+    try:
+        arguments = (subject, resumed, place, one)
+        ranks = pool.run(resume_a_run, resumed.ranks, *arguments, timeout=TIMEOUT)
+    except RankError as error:
+        verdict.cause = f"it ends with {str(error).splitlines()[-1]}"
+        return verdict
+    expected: Run = torch.load(one, weights_only=False, mmap=True)
+    same = runs[saved] if saved == resumed else None
+    is_exact = subject.dtype == "float32"
+    first = next(findings(ranks, expected, same, tolerance, is_exact), None)
+    losses = [abs(r.losses[s] / expected.losses[s] - 1) for r in ranks for s in r.losses]
+    weights = [max(r.distances[LAST][WEIGHTS].values(), default=0.0) for r in ranks]
+    verdict.loss, verdict.weight = max(losses), max(weights)
+    if first:
+        verdict.cause, verdict.usual = first
+    return verdict
+
+
+def findings(
+    ranks: list[Resumed], expected: Run, same: Run | None, tolerance: float, is_exact: bool
+) -> Iterator[tuple[str, str]]:
+    """Yield the differences of a resumed run, and their usual causes, in the order of the run.
+
+    Args:
+        ranks: The records of the ranks.
+        expected: The record of one process.
+        same: The record of the run that saved the checkpoint, which continued; None if it has
+            another layout.
+        tolerance: Relative differences above this count.
+        is_exact: Whether layouts have the same weights, up to rounding errors of fp32.
+    """
+
+    def on(is_wrong: Callable[[Resumed], object]) -> str:
+        places = [rank.place for rank in ranks if is_wrong(rank)]
+        more = f" and {len(places) - 2} more" if len(places) > 2 else ""
+        return f"on rank{'s' * (len(places) > 1)} {', '.join(places[:2])}{more}" if places else ""
+
+    trained = set().union(*(rank.trained for rank in ranks))
+    for name in sorted(trained ^ expected.rates[STOP].keys()):
+        how = "is trained, but was frozen" if name in trained else "is frozen, but was trained"
+        yield f"resume: {name} {how}", usual.RESUMED_TRAINED
+    if where := on(lambda rank: rank.step != STOP or rank.samples != STOP * ROWS):
+        text = f"{ranks[0].step} steps and {ranks[0].samples} samples"
+        yield f"resume: the checkpoint has {text} {where}", usual.RESUMED_ORDER
+    for kind, name, where in _unequal([rank.loaded for rank in ranks], on, 0.0, "loaded"):
+        text = f"resume: the {kind} of {name}: another value than was saved {where}"
+        yield text, usual.of_resumed(kind)
+    if where := on(lambda rank: rank.updates != STOP):
+        text = f"the optimizer has {ranks[0].updates:g} steps instead of {STOP}"
+        yield f"resume: {text} {where}", usual.RESUMED_STATE
+    for step in range(STOP + 1, LAST + 1):
+        yield from _of_a_step(step, ranks, expected, same, tolerance, is_exact, on)
+
+
+def _of_a_step(
+    step: int,
+    ranks: list[Resumed],
+    expected: Run,
+    same: Run | None,
+    tolerance: float,
+    is_exact: bool,
+    on: Callable,
+) -> Iterator[tuple[str, str]]:
+    """Yield the differences in a step after the checkpoint. For the arguments see `findings`."""
+    if where := on(lambda rank: rank.batches[step] != expected.batches[step]):
+        yield f"resume: step {step} has other samples {where}", usual.RESUMED_ORDER
+    for name, rates in expected.rates[step].items():
+        if where := on(lambda rank, n=name, r=rates: rank.rates[step].get(n, r) != r):
+            now = next(
+                r.rates[step][name] for r in ranks if r.rates[step].get(name, rates) != rates
+            )
+            text = "learning rate {:g} and weight decay {:g}".format(*now)
+            then = "{:g} and {:g}".format(*rates)
+            yield (
+                f"resume: {name}: {text} instead of {then} at step {step} {where}",
+                usual.RESUMED_RATES,
+            )
+    if same and ranks[0].seeds[step] != same.seeds[step]:
+        yield f"resume: the dropout of step {step} has other masks", usual.RESUMED_DROPOUT
+    most = tolerance if is_exact else OF_LOW_PRECISION
+    theirs = expected.losses[step]
+    if where := on(lambda rank: not abs(rank.losses[step] - theirs) <= most * abs(theirs)):
+        text = f"{ranks[0].losses[step]:.7g} instead of {theirs:.7g}"
+        yield f"resume: loss: {text} at step {step} {where}", usual.RESUMED_LOSS
+    if where := on(lambda rank: rank.scales[step] != expected.scales[step]):
+        text = f"{ranks[0].scales[step]} instead of {expected.scales[step]}"
+        yield f"resume: the loss scale is {text} after step {step} {where}", usual.RESUMED_STATE
+    if not is_exact:
+        return
+    distances = [rank.distances[step] for rank in ranks]
+    for kind, name, where in _unequal(distances, on, 10 * tolerance, "distances", step):
+        text = f"resume: the {kind} of {name}: differ after step {step} {where}"
+        yield text, usual.of_resumed(kind)
+
+
+def _unequal(
+    ranks: list[dict[str, dict[str, float]]],
+    on: Callable,
+    most: float,
+    what: str,
+    step: int | None = None,
+) -> Iterator[tuple[str, str, str]]:
+    """Yield the kind and the name of each state that differs on any rank, and the ranks."""
+
+    def distance(rank: Resumed, kind: str, name: str) -> float:
+        values = getattr(rank, what)
+        return (values if step is None else values[step]).get(kind, {}).get(name, 0.0)
+
+    for kind in dict.fromkeys(kind for rank in ranks for kind in rank):
+        for name in dict.fromkeys(name for rank in ranks for name in rank.get(kind, {})):
+            # also true for nan
+            if where := on(lambda rank, k=kind, n=name: not distance(rank, k, n) <= most):
+                yield kind, name, where
+
+
+def train_without_a_stop(subject: Subject, path: Path) -> None:
+    """Train all steps in one process, and save the record."""
+    with subject.within():
+        model, optimizer, run = _started(subject, Layout(), ParallelContext())
+        for step in range(1, LAST + 1):
+            _take_step(run, model, optimizer, Layout(), step, (step - 1) * ROWS)
+            run.states[step] = {
+                kind: {name: tensor.clone() for name, (tensor, _) in states.items()}
+                for kind, states in _states_of(model, optimizer).items()
+            }
+        torch.save(run, path)
+
+
+def save_a_run(subject: Subject, layout: Layout, directory: Path) -> Run:
+    """Train in a layout, save after STOP steps, and continue to the last step."""
+    with subject.within():
+        ctx = layout.context()
+        model, optimizer, run = _started(subject, layout, ctx)
+        for step in range(1, LAST + 1):
+            _take_step(run, model, optimizer, layout, step, (step - 1) * ROWS)
+            if step == STOP:
+                checkpoint.save(
+                    directory, step, model, optimizer, {"consumed_samples": step * ROWS}
+                )
+                _save_pieces(model, optimizer, directory)
+        return run
+
+
+def resume_a_run(subject: Subject, layout: Layout, directory: Path, one: Path) -> Resumed:
+    """Resume a run in a layout, and compare its states with the saved ones, and with the record of
+    one process."""
+    expected: Run = torch.load(one, weights_only=False, mmap=True)
+    with subject.within():
+        ctx = layout.context()
+        model, optimizer, _ = _started(subject, layout, ctx, spoiled=True)
+        opened = checkpoint.Checkpoint(directory)
+        trainer = checkpoint.load(opened, model, optimizer)
+        place = ", ".join(f"{name} {ctx.axis(name).rank}" for name in ("tp", "cp", "pp", "dp"))
+        run = Resumed(place=f"{ctx.rank} ({place})")
+        run.step, run.samples = trainer["step"], trainer["consumed_samples"]
+        run.updates = optimizer.steps.item()
+        run.trained = {entry.name for entry in model.trained_entries()}
+        run.loaded = _distances_from_saved(model, optimizer, directory)
+        for step in range(run.step + 1, LAST + 1):
+            start = run.samples + (step - run.step - 1) * ROWS
+            _take_step(run, model, optimizer, layout, step, start)
+            run.distances[step] = {
+                kind: parameter_distances(
+                    {name: tensor for name, (tensor, _) in states.items()},
+                    expected.states[step][kind],
+                    model,
+                    {name: ranges for name, (_, ranges) in states.items()},
+                )
+                for kind, states in _states_of(model, optimizer).items()
+            }
+        return run
+
+
+def _started(
+    subject: Subject, layout: Layout, ctx: ParallelContext, spoiled: bool = False
+) -> tuple[Any, Any, Run]:
+    """Build the model and the optimizer. spoiled: overwrite what a checkpoint must restore."""
+    model = build(subject, ctx)
+    if spoiled:
+        with torch.no_grad():
+            for entry in model.trained_entries():
+                entry.parameter.fill_(0.5)
+    # three good steps double it, in the first step after the checkpoint
+    model.engine.loss_scale = LossScale(LOSS_SCALE, growth_interval=STOP + 1)
+    optimizer = make_optimizer(subject.optimizer, model, layout.zero, subject.offload)
+    return model, optimizer, Run()
+
+
+def _take_step(
+    run: Run, model: Any, optimizer: Any, layout: Layout, step: int, consumed: int
+) -> None:
+    """Train a step on the samples after the first `consumed`, and record it."""
+    rows = Rows(model.config.vocab_size, model.longest_sequence(model.config))
+    blend = Blend([rows], seed=11)
+    batch = next(Batches(blend, ROWS, model.ctx).ahead([consumed], 0))
+    run.batches[step] = [place for _, place in blend.places(consumed, ROWS)]
+    with _dropout_seeds() as seeds:
+        loss = model.train_batch(
+            **batch,
+            num_microbatches=micro_batches_of(layout.dp),
+            schedule=layout.schedule,
+            step=step,
+        )
+    optimizer.lr = learning_rate(step, **SCHEDULE)
+    run.rates[step] = {
+        name: (group["lr"], group["weight_decay"])
+        for group in optimizer.param_groups
+        for name in group["names"]
+    }
+    run.seeds[step] = seeds
+    run.losses[step], run.norms[step] = loss.item(), optimizer.step().item()
+    run.scales[step] = model.engine.loss_scale.state()
+
+
+@contextmanager
+def _dropout_seeds():
+    """Within this block, record the dropout seed of each micro-batch in the yielded list."""
+    cut, seeds = batches._cut, []
+
+    def recorded(*arguments, dropout_seeds, **options):
+        seeds.extend(dropout_seeds)
+        return cut(*arguments, dropout_seeds=dropout_seeds, **options)
+
+    with mock.patch.object(batches, "_cut", recorded):
+        yield seeds
+
+
+States = dict[str, dict[str, tuple[torch.Tensor, tuple[int, int]]]]
+
+
+def _states_of(model: Any, optimizer: Any) -> States:
+    """Return this rank's parameters and states, by kind and name: a tensor with the shape of the
+    rank's shard, and the range of its flattened elements that the rank has."""
+    states: States = {WEIGHTS: {}}
+    for entry in model.entries():
+        weight = entry.parameter.detach()
+        states[WEIGHTS][entry.name] = weight, (0, weight.numel())
+    for entry in optimizer.entries:
+        ranges = optimizer.ranges[entry.name]
+        for kind, tensor in optimizer.state[entry.name].items():
+            whole = tensor.new_zeros(entry.parameter.numel())
+            whole[slice(*ranges)] = tensor.flatten()
+            named = "master weights" if kind == MASTER else kind
+            states.setdefault(named, {})[entry.name] = whole.view(entry.parameter.shape), ranges
+    return states
+
+
+def _boxes(
+    model: Any, states: States
+) -> Iterator[tuple[str, str, tuple, torch.Tensor, torch.Tensor]]:
+    """Yield the kind, the name, a box of the global tensor, this rank's values in it, and which of
+    them the rank has."""
+    pieces = {entry.name: entry.spec.pieces(model.ctx.place) for entry in model.entries()}
+    for kind, of_kind in states.items():
+        for name, (tensor, (first, end)) in of_kind.items():
+            places = torch.arange(tensor.numel()).view_as(tensor)
+            there = (places >= first) & (places < end)
+            for piece in pieces[name]:
+                box = tuple(slice(*bounds) for bounds in piece.box)
+                yield kind, name, box, tensor[piece.index()], there[piece.index()]
+
+
+def _save_pieces(model: Any, optimizer: Any, directory: Path) -> None:
+    """Save this rank's states next to a checkpoint."""
+    place = Path(f"{directory}_states")
+    place.mkdir(exist_ok=True)
+    boxes = [
+        (kind, name, box, values.clone(), there)
+        for kind, name, box, values, there in _boxes(model, _states_of(model, optimizer))
+    ]
+    torch.save(boxes, place / f"{model.ctx.rank}.pt")
+
+
+def _distances_from_saved(
+    model: Any, optimizer: Any, directory: Path
+) -> dict[str, dict[str, float]]:
+    """Return the distances of this rank's states from those that `_save_pieces` saved, by kind and
+    name; 0 if they are equal bit for bit."""
+    specs = {entry.name: entry.spec for entry in model.entries()}
+    whole: dict[tuple[str, str], torch.Tensor] = {}
+    for file in Path(f"{directory}_states").iterdir():
+        for kind, name, box, values, there in torch.load(file, weights_only=False):
+            if name in specs:
+                empty = torch.full(specs[name].shape, math.nan, dtype=torch.float64)
+                whole.setdefault((kind, name), empty)[box][there] = values[there].double()
+    distances: dict[str, dict[str, float]] = {}
+    for kind, name, box, values, there in _boxes(model, _states_of(model, optimizer)):
+        found, distance = values[there].double(), math.inf
+        if (kind, name) in whole:
+            saved = whole[kind, name][box][there]
+            distance = relative((found - saved).norm(), saved.norm())
+            distance = 0.0 if torch.equal(found, saved) else max(distance, 1e-30)
+        of_kind = distances.setdefault(kind, {})
+        of_kind[name] = max(of_kind.get(name, 0.0), distance)
+    return distances
