@@ -5,6 +5,7 @@ $ megazoo check layout --preset llama2-70b --shrink --layouts all
 $ megazoo check layout --load path/to/llama --layouts tp2+sp,pp2v2
 $ megazoo check layout --import mine.py --model mine
 $ megazoo check layout --model llama --lora-rank 8 --layouts tp2+sp,pp2
+$ megazoo check layout --model llama --resume --layouts tp2,pp2,dp2+zero
 $ megazoo check self-test
 
 The steps alternate between plain rows, packed documents, and rows of odd length with padding. For
@@ -12,13 +13,19 @@ each layout it prints the largest relative difference of the loss, of the gradie
 gradient of any parameter, and of any weight after the steps. For a layout that fails, it prints
 where the difference starts and the usual cause. Exits 1 if a layout fails.
 
+--resume checks that a run resumes as if it had never stopped. Each layout trains two steps, and
+saves a checkpoint. The same layout and the next one of --layouts load it; tp2:pp2 names one such
+pair. The loaded state must equal the saved one bit for bit: weights, master weights, moments, the
+loss scale and the number of steps. After two more steps, losses, samples, learning rates, gradient
+norms and all states must be those of one process that trained four steps.
+
 --self-test injects published bugs into small models, one after the other, runs the check, and
 prints a table in Markdown of the causes found. Exits 1 if a bug is not found, or the wrong cause is
 named.
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -29,7 +36,16 @@ from megazoo.errors import UserError, check_number
 from megazoo.models.counts import parameter_count
 from megazoo.models.pretrained import open_source
 from megazoo.models.registry import find_config, tiny_preset
-from megazoo.testing import Layout, Verdict, all_layouts, check_parallel, gallery, shrink
+from megazoo.testing import (
+    Layout,
+    Verdict,
+    all_layouts,
+    check_parallel,
+    check_resume,
+    gallery,
+    pairs_of,
+    shrink,
+)
 from megazoo.testing.layouts import switches
 
 MOST_STEPS, MOST_RANKS = 10_000, 256
@@ -67,6 +83,13 @@ class Options(ImportOption):
     padding, and so on."""
     tolerance: float = 1e-5
     """Relative difference above which a layout fails."""
+    resume: bool = False
+    """Check that a run resumes: save in one layout of --layouts, and load in the same and the next
+    one. It always trains four steps."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Data type of the parameters, for --resume."""
+    offload_optimizer: bool = False
+    """Store the state of the optimizer on the CPU, for --resume."""
     self_test: bool = False
     """Self-test: inject known bugs and verify that each one is detected. Cannot be combined with
     other flags."""
@@ -97,6 +120,11 @@ def main(arguments: list[str]) -> None:
         config = find_config(tiny_preset(options.model) if options.model else options.preset)
     if options.shrink:
         config = shrink(config)
+    if options.resume:
+        resume_every_pair(options, config)
+        return
+    if options.dtype != "float32" or options.offload_optimizer:
+        raise UserError("--dtype and --offload-optimizer need --resume")
     if options.layouts == "all":
         layouts = all_layouts(config, options.ranks)
     else:
@@ -121,6 +149,36 @@ def main(arguments: list[str]) -> None:
         failed += not verdict.passed
     if failed:
         raise UserError(f"{failed} of {len(layouts)} layouts failed", exit_code=1)
+
+
+def resume_every_pair(options: Options, config: Any) -> None:
+    """Check that a run resumes in each pair of layouts."""
+    if options.layouts == "all":
+        raise UserError("--resume needs a list of --layouts, not all: they are combined in pairs")
+    pairs = pairs_of(options.layouts.split(","))
+    print(f"{parameter_count(config):,} parameters, saved after 2 of 4 steps")
+    print(f"{'saved:resumed':40}{'loss':>9}{'weights':>9}")
+    verdicts = check_resume(
+        config,
+        pairs,
+        load=None if options.shrink else options.load,
+        import_=options.import_,
+        lora_rank=options.lora_rank,
+        optimizer=options.optimizer,
+        dtype=options.dtype,
+        offload=options.offload_optimizer,
+        tolerance=options.tolerance,
+    )
+    failed = 0
+    for verdict in verdicts:
+        numbers = f"{verdict.loss:9.1e}{verdict.weight:9.1e}".replace("nan", "  -")
+        outcome = "pass" if verdict.passed else f"FAIL  {verdict.cause}"
+        if verdict.usual:
+            outcome += f"\n{'':40}usually: {verdict.usual}"
+        print(f"{verdict!s:40}{numbers}  {outcome}", flush=True)
+        failed += not verdict.passed
+    if failed:
+        raise UserError(f"{failed} of {len(pairs)} pairs failed", exit_code=1)
 
 
 def plant_every_bug(options: Options) -> None:

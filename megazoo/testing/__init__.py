@@ -5,6 +5,7 @@ from megazoo.testing.check import Verdict, check_parallel
 from megazoo.testing.compare import Agreement, compare
 from megazoo.testing.layouts import Layout, all_layouts
 from megazoo.testing.ranks import GROUP_TIMEOUT, RankError, RankPool
+from megazoo.testing.resume import ResumeVerdict, check_resume, pairs_of
 from megazoo.testing.shrink import shrink
 
 __all__ = [
@@ -13,9 +14,12 @@ __all__ = [
     "Layout",
     "RankError",
     "RankPool",
+    "ResumeVerdict",
     "Verdict",
     "all_layouts",
     "check_parallel",
+    "check_resume",
     "compare",
+    "pairs_of",
     "shrink",
 ]

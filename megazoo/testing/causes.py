@@ -80,6 +80,9 @@ class Comparison:
         for name in sorted(names ^ expected.keys()):
             missing = "on no rank" if name in expected else "not there in one process"
             yield Finding(f"parameter {name}: {missing}", usual.STAGES)
+        for name in self.expected.wrongly_trained:
+            text = f"parameter {name}: it is trained, though only adapters should be"
+            yield Finding(text, usual.TRAINED)
         initial = [rank.initial for rank in self.ranks]
         for name in self._differing(initial, expected):
             where = self._where(initial, name)

@@ -99,6 +99,7 @@ class Record:
 
     Attributes:
         initial: Initial weights.
+        wrongly_trained: Trained parameters that are not adapters, if adapters are trained.
         activations: For the first step of each kind of batch: inputs and outputs, [rows of the
             batch, ...], by ("input" or "output", module), in the order of the computation.
         losses: Loss per step.
@@ -120,6 +121,7 @@ class Record:
     """
 
     initial: dict[str, torch.Tensor] = field(default_factory=dict)
+    wrongly_trained: list[str] = field(default_factory=list)
     activations: list[dict[tuple[str, str], torch.Tensor]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     auxiliary: list[dict[str, float]] = field(default_factory=list)
@@ -192,6 +194,9 @@ def train_in_one_process(subject: Subject, steps: int, path: Path) -> None:
         record.draws = dropout_draws(subject.config, Layout.schedule, ctx)
         model = build(subject, ctx)
         record.initial = _copies(model)
+        if subject.lora_rank:
+            trained = [entry.name for entry in model.trained_entries()]
+            record.wrongly_trained = [name for name in trained if not is_adapter(name)]
         record.logits, record.labelled = _evaluated(model, micro_batches=1)
         record.rows = _losses_of_rows(model)
         record.matrices = matrix_rows_of(subject.optimizer, model)

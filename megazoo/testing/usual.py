@@ -12,6 +12,7 @@ INITIAL = (
     "each rank draws its own part instead of a part of the whole, or the spread follows from the "
     "layer's number within the stage"
 )
+TRAINED = "parameters are registered again, or unfrozen, after the adapters were added"
 LOGITS = "the ranks' parts of the vocabulary, or of the sequence, are joined in another order"
 DROPOUT_SITES = "layers are numbered within the stage, or micro-batches share a seed"
 DROPOUT_AGAIN = "recomputation draws from a generator that has gone on"

@@ -23,12 +23,15 @@ class Bug:
         title: Description.
         told: Regular expression that the reported cause must match from its beginning.
         plant: Function that returns a context manager in which the program has the bug.
-        layout: Layout that shows the bug. "transformers" for a bug that also occurs in one process
-            and is found by a comparison with that library.
+        layout: Layout that shows the bug. tp2:pp2 for a bug that shows when a checkpoint of the
+            first layout is resumed in the second. "transformers" for a bug that also occurs in one
+            process and is found by a comparison with that library.
         model: Preset, which is shrunk.
         settings: Changed values of its config.
         lora_rank: Rank of adapters, which are then the only trained parameters.
         optimizer: adamw or muon.
+        dtype: Data type of the parameters, for a bug that shows when a run is resumed.
+        offload: Whether the optimizer is offloaded, for such a bug.
         source: Where the bug was published. "rule: ..." for a source that only documents the rule
             that the bug breaks.
         link: Address of the source.
@@ -43,6 +46,8 @@ class Bug:
     settings: dict = field(default_factory=dict)
     lora_rank: int = 0
     optimizer: str = "adamw"
+    dtype: str = "float32"
+    offload: bool = False
     source: str = ""
     link: str = ""
 

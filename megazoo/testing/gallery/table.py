@@ -3,20 +3,23 @@
 import re
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from megazoo.errors import UserError
 from megazoo.models.registry import family_of, from_config
 from megazoo.parallel.context import ParallelContext
-from megazoo.testing.check import check_parallel
+from megazoo.testing.check import Verdict, check_parallel
 from megazoo.testing.compare import compare_layouts
 from megazoo.testing.gallery.planting import Bug
 from megazoo.testing.layouts import Layout
 from megazoo.testing.reference import run_reference
+from megazoo.testing.resume import ResumeVerdict, check_resume, pairs_of
 
 
 @dataclass(frozen=True)
@@ -54,15 +57,21 @@ def self_test(bugs: Sequence[Bug]) -> Iterator[Outcome]:
         if bug.layout == "transformers":
             cause, usual = _beside_transformers(bug), ""
         else:
-            (verdict,) = check_parallel(
-                bug.config,
-                [bug.layout],
-                lora_rank=bug.lora_rank,
-                optimizer=bug.optimizer,
-                within=bug.plant,
-            )
+            verdict = verdict_on(bug, bug.plant)
             cause, usual = verdict.cause, verdict.usual
         yield Outcome(bug, cause, usual, time.perf_counter() - start)
+
+
+def verdict_on(
+    bug: Bug, within: Callable[[], AbstractContextManager] = nullcontext
+) -> Verdict | ResumeVerdict:
+    """Check the model and the layout of a bug. within: as in `check_parallel`."""
+    how: dict[str, Any] = {"lora_rank": bug.lora_rank, "optimizer": bug.optimizer}
+    how["within"] = within
+    if ":" in bug.layout:
+        how |= {"dtype": bug.dtype, "offload": bug.offload}
+        return next(check_resume(bug.config, pairs_of([bug.layout]), **how))
+    return next(check_parallel(bug.config, [bug.layout], **how))
 
 
 def _require_transformers() -> None:
@@ -104,7 +113,9 @@ def line_of(outcome: Outcome) -> str:
     bug = outcome.bug
     adapted = f", LoRA of rank {bug.lora_rank}" if bug.lora_rank else ""
     stepped = ", Muon" if bug.optimizer == "muon" else ""
-    where = f"{family_of(bug.config)}{adapted}{stepped}, {bug.layout}"
+    precise = "" if bug.dtype == "float32" else f", {bug.dtype}"
+    offloaded = ", offloaded" if bug.offload else ""
+    where = f"{family_of(bug.config)}{adapted}{stepped}{precise}{offloaded}, {bug.layout}"
     found = "yes" if outcome.found else "NO"
     told = (outcome.cause or "it passed").replace("|", "\\|")
     if outcome.usual:
