@@ -28,6 +28,7 @@ from megazoo.testing.batches import ROWS
 from megazoo.testing.causes import Comparison
 from megazoo.testing.layouts import Layout
 from megazoo.testing.optimizer_trial import OPTIMIZERS
+from megazoo.testing.program import Numbers, differences, run_the_program
 from megazoo.testing.ranks import RankError, RankPool
 from megazoo.testing.trial import Subject, train_in_one_process, train_on_a_rank
 
@@ -110,8 +111,12 @@ def check_parallel(
         record, pool = Path(directory) / "one_process.pt", RankPool()
         try:
             run_in_one_process(pool, train_in_one_process, subject, steps, record)
+            program: list[Numbers] = []  # of one process, when a layout needs it
             for layout in chosen:
-                yield _check_layout(pool, subject, layout, steps, record, tolerance)
+                verdict = _check_layout(pool, subject, layout, steps, record, tolerance)
+                if verdict.passed:
+                    _check_program(pool, subject, verdict, Path(directory), program, tolerance)
+                yield verdict
         finally:
             pool.close()
 
@@ -171,6 +176,31 @@ def run_in_one_process(pool: RankPool, function: Callable, *arguments: Any) -> N
         if kind == f"{UserError.__module__}.{UserError.__qualname__}":
             raise UserError(text) from error
         raise
+
+
+def _check_program(
+    pool: RankPool,
+    subject: Subject,
+    verdict: Verdict,
+    directory: Path,
+    program: list[Numbers],
+    tolerance: float,
+) -> None:
+    """Compare the numbers of the training program in a layout with those in one process. Set the
+    cause of the verdict if they differ. program: the numbers of one process; added if missing."""
+    layout = verdict.layout
+    try:
+        if not program:
+            arguments = (subject, Layout(), directory)
+            program += pool.run(run_the_program, 1, *arguments, timeout=TIMEOUT)
+        ranks = pool.run(run_the_program, layout.ranks, subject, layout, directory, timeout=TIMEOUT)
+    except RankError as error:
+        last = HEARD_OF.sub("", str(error).splitlines()[-1])
+        verdict.cause = f"program: it ends with {last}"
+        return
+    first = next(differences(ranks[0], program[0], tolerance), None)
+    if first:
+        verdict.cause, verdict.usual = f"program: {first}", usual.PROGRAM
 
 
 def _check_layout(

@@ -55,6 +55,7 @@ RESUMED_RATES = "the groups of parameters are matched by too few keys, or by the
 RESUMED_ORDER = "the samples that were consumed are skipped twice, in each epoch, or not at all"
 RESUMED_DROPOUT = "set-up or loading draws from the generator of the dropout"
 RESUMED_LOSS = "a state that is not compared is not in the checkpoint, or is not loaded"
+PROGRAM = "a sum or a mean over the ranks of an axis is missing or doubled in what is printed"
 _PARTS = (
     "heads, positions, masks, another order of tokens or another cut of a fused weight: often "
     "with local numbers in place of the whole's"

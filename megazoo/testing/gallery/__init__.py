@@ -7,7 +7,16 @@ topic: layers, dropout, sequences, engine, optimizer.
 import re
 
 # These modules fill BUGS.
-from megazoo.testing.gallery import dropout, engine, experts, layers, optimizer, sequences, state  # noqa: F401
+from megazoo.testing.gallery import (  # noqa: F401
+    dropout,
+    engine,
+    experts,
+    layers,
+    optimizer,
+    program,
+    sequences,
+    state,
+)
 from megazoo.testing.gallery.planting import BUGS, Bug
 from megazoo.testing.gallery.table import Outcome, header, line_of, self_test
 

@@ -1,0 +1,158 @@
+"""Check the numbers that the training program prints: run it in one process and on the ranks of a
+layout, and compare its metrics.
+
+The losses that it logs must be those that `train_batch` returned. The validation loss must be the
+mean over the tokens of all validation batches, not the mean of their means.
+"""
+
+import io
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from megazoo import pretrain
+from megazoo.lora.settings import ALL
+from megazoo.models.base import Model
+from megazoo.models.registry import FAMILIES
+from megazoo.testing.batches import ROWS, micro_batches_of
+from megazoo.testing.distances import relative
+from megazoo.testing.layouts import Layout
+from megazoo.testing.trial import Subject
+
+STEPS, EVALUATED = 2, 2
+SEQUENCE = 24  # tokens
+VOCABULARY = 264  # at least the 257 tokens of the byte tokenizer
+PEAK = 0.5  # TFLOP/s, for the MFU
+
+
+@dataclass
+class Numbers:
+    """What the program returned and logged in a run.
+
+    Attributes:
+        returned: Loss of each step, as `train_batch` returned it.
+        evaluated: Mean loss over the tokens of all batches of each evaluation.
+        logged: The metrics of each step.
+        ranks: Number of ranks.
+    """
+
+    returned: list[float] = field(default_factory=list)
+    evaluated: list[float] = field(default_factory=list)
+    logged: list[dict[str, Any]] = field(default_factory=list)
+    ranks: int = 1
+
+    def values(self) -> Iterator[tuple[str, float]]:
+        """Yield the name and the value of each number of the metrics that must be the same in every
+        layout."""
+        for record in self.logged:
+            when = f"step {record['step']}"
+            for name, value in record.items():
+                if name in ("loss", "grad_norm", "lr", "eval_loss") or name.startswith("consumed"):
+                    yield f"{name} of {when}", value
+            if "tokens_per_second" in record:
+                tokens = record["tokens_per_second"] * record["step_time"]
+                yield f"tokens_per_second x step_time of {when}", tokens
+                rate = record["tokens_per_second"] / self.ranks
+                yield f"tflops per token of {when}", record["tflops"] / rate
+                yield f"mfu / tflops of {when}", record["mfu"] / record["tflops"]
+
+
+def run_the_program(subject: Subject, layout: Layout, directory: Path) -> Numbers:
+    """Run the training program on this rank. Rank 0 reads its metrics."""
+    numbers = Numbers(ranks=layout.ranks)
+    arguments = _arguments(subject, layout, directory)
+    metrics = directory / f"{layout}.jsonl"
+    quiet = redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO())
+    with subject.within(), _recorded(numbers), quiet[0], quiet[1]:
+        pretrain.main([*arguments, "--metrics", str(metrics)])
+    if metrics.is_file():
+        numbers.logged = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return numbers
+
+
+def differences(found: Numbers, expected: Numbers, tolerance: float) -> Iterator[str]:
+    """Yield a sentence for each number that is wrong. expected: of one process."""
+    losses = [record["loss"] for record in found.logged if "loss" in record]
+    yield from _unlike("the logged loss", losses, "the loss of the step", found.returned, tolerance)
+    losses = [record["eval_loss"] for record in found.logged if "eval_loss" in record]
+    what = "the mean over the tokens of the evaluation"
+    yield from _unlike("the logged eval_loss", losses, what, found.evaluated, tolerance)
+    for name, value in dict(found.values()).items():
+        other = dict(expected.values()).get(name, math.nan)
+        most = tolerance * (10 if name.startswith("grad_norm") else 1)
+        if not relative(abs(value - other), abs(other)) <= most:
+            yield f"{name} is {value:.7g}, but {other:.7g} in one process"
+
+
+def _unlike(
+    what: str, values: list[float], of: str, expected: list[float], tolerance: float
+) -> Iterator[str]:
+    for value, other in zip(values, expected, strict=False):
+        if not relative(abs(value - other), abs(other)) <= tolerance:
+            yield f"{what} is {value:.7g}, but {of} is {other:.7g}"
+    if len(values) != len(expected):
+        yield f"{what} has {len(values)} values, not {len(expected)}"
+
+
+@contextmanager
+def _recorded(numbers: Numbers) -> Iterator[None]:
+    """Within this block, record what the model returns to the program."""
+    train, evaluate, parts = Model.train_batch, Model.eval_batch, []
+
+    def train_batch(self, *arguments, **options):
+        loss = train(self, *arguments, **options)
+        numbers.returned.append(loss.item())
+        return loss
+
+    def eval_batch(self, *arguments, **options):
+        mean, count = evaluate(self, *arguments, **options)
+        parts.append((mean.item(), count.item()))
+        return mean, count
+
+    with (
+        mock.patch.object(Model, "train_batch", train_batch),
+        mock.patch.object(Model, "eval_batch", eval_batch),
+    ):
+        yield
+    for first in range(0, len(parts), EVALUATED):
+        some = parts[first : first + EVALUATED]
+        whole = sum(count for _, count in some)
+        numbers.evaluated.append(sum(mean * count for mean, count in some) / whole)
+
+
+def _arguments(subject: Subject, layout: Layout, directory: Path) -> list[str]:
+    """Return the flags of the run. The model has the vocabulary of the byte tokenizer, and no
+    dropout."""
+    values = {**subject.values, "vocab_size": VOCABULARY}
+    values |= {name: 0.0 for name in values if name.endswith("dropout")}
+    config, data = directory / "model.json", directory / "rows.jsonl"
+    if layout == Layout():  # one process runs first
+        lengths = [18 if n % 8 == 3 else 1 + n % 3 for n in range(4 * ROWS)]  # very uneven
+        rows = [{"prompt": "ab", "completion": "c" * length} for length in lengths]
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        config.write_text(json.dumps({"model": subject.family, **values}))
+    longest = FAMILIES[subject.family].longest_sequence(subject.config)
+    rows = ROWS // layout.dp // micro_batches_of(layout.dp)  # of a micro-batch
+    flags: dict[str, Any] = {
+        "model": config, "data": data, "split": "50,50,0", "seq-length": min(longest, SEQUENCE),
+        "global-batch-size": ROWS, "micro-batch-size": rows,
+        "steps": STEPS, "eval-interval": 1, "eval-steps": EVALUATED, "peak-tflops": PEAK,
+        "dtype": "float32", "device": "cpu", "optimizer": subject.optimizer,
+        "tp": layout.tp, "pp": layout.pp, "cp": layout.cp, "ep": layout.ep,
+        "cp-method": layout.cp_method, "virtual-pp": layout.virtual, "zero": layout.zero,
+        "schedule": layout.schedule, "lora-rank": subject.lora_rank,
+    }  # fmt: skip
+    if subject.lora_rank:
+        flags["lora-targets"] = ALL
+    if subject.import_:
+        flags["import"] = subject.import_
+    switches = ["--sequence-parallel"] if layout.sequence_parallel else []
+    return [
+        *(str(word) for name, value in flags.items() for word in (f"--{name}", value)),
+        *switches,
+    ]
