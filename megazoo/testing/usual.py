@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from megazoo.testing.batches import micro_batches_of
 from megazoo.testing.distances import Clue
 from megazoo.testing.layouts import Layout
 from megazoo.testing.optimizer_trial import LOSS_SCALE
@@ -26,8 +27,9 @@ MEANS = (
     "the whole global batch"
 )
 LOSS = (
-    "the softmax counts columns that are no tokens, targets are not cut as the logits are, or the "
-    "loss is not summed over the ranks that have a part of it"
+    "the softmax counts columns that are no tokens, or all columns on each rank; targets are not cut "
+    "as the logits are; or the loss is not summed over the ranks that have a part of it, or is "
+    "divided by a part's own labels"
 )
 AUXILIARY = (
     "counts are of a part of the rows, padding counts, or the mean is over the rows or tokens of a "
@@ -52,6 +54,11 @@ _PARTS = (
     "heads, positions, masks, another order of tokens or another cut of a fused weight: often "
     "with local numbers in place of the whole's"
 )
+
+
+def _is(factor: float, expected: float) -> bool:
+    """Return whether a factor equals the expected one, up to rounding; False for nan."""
+    return math.isclose(factor, expected, rel_tol=1e-3)
 
 
 @dataclass(frozen=True)
@@ -116,7 +123,8 @@ def of_loss_scale(factor: float, micro_batches: int) -> str:
             return f"the loss scale, {LOSS_SCALE:g} in this check, is applied twice or {what}"
     return (
         "a mean where a sum belongs, or a sum where a mean does, over the ranks of an axis or over "
-        f"a replica's micro-batches, {micro_batches} in this check"
+        f"a replica's micro-batches, {micro_batches} in this check; or only the returned loss is "
+        "divided by the number of labels"
     )
 
 
@@ -160,10 +168,12 @@ def of_gradients(clue: Clue | None, place: Place, layout: Layout) -> str:
     """Return the usual cause of a gradient that differs."""
     if clue and clue.factor == 0:
         return "the gradient is lost on its way: a graph that is cut, or a parameter left out"
+    if clue and layout.pp > 1 and _is(clue.factor * micro_batches_of(layout.dp), 1):
+        return "stages before the last divide by the number of micro-batches again"
     if clue and not math.isnan(clue.factor):
         return "a gradient that is whole on every rank is summed over them, or divided by them"
     for axis, factor in clue.sums.items() if clue else ():
-        if math.isclose(factor, 1, rel_tol=1e-3):
+        if _is(factor, 1):
             return f"the gradient is never summed over {axis}"
     if place.copied:
         return "the parts that the ranks with copies of a KV head have are not summed"
@@ -179,6 +189,11 @@ def of_gradients(clue: Clue | None, place: Place, layout: Layout) -> str:
         reasons.append(
             "a sum over the replicas left before the last micro-batch, or left one out; or "
             "replicas are weighed by their own labels"
+        )
+    if layout.tp > 1 and not reasons and place.made_first:
+        return (
+            "the loss gives some ranks no gradient of their logits; or gradients of micro-batches "
+            "are not added up as they are"
         )
     if layout.tp > 1 and not reasons:
         return "the sum of the inputs' gradients over tp is missing where a region is entered"
