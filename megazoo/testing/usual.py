@@ -10,8 +10,8 @@ from megazoo.testing.optimizer_trial import LOSS_SCALE
 
 STAGES = "a stage builds what belongs to another, or numbers its layers from 0"
 INITIAL = (
-    "each rank draws its own part instead of a part of the whole, or the spread follows from the "
-    "layer's number within the stage"
+    "each rank draws its own part instead of a part of the whole, layers share a seed, or the "
+    "spread follows from the layer's number within the stage"
 )
 LOGITS = "the ranks' parts of the vocabulary, or of the sequence, are joined in another order"
 DROPOUT_SITES = "layers are numbered within the stage, or micro-batches share a seed"
@@ -27,8 +27,8 @@ MEANS = (
     "the whole global batch"
 )
 LOSS = (
-    "the softmax counts columns that are no tokens, or all columns on each rank; targets are not cut "
-    "as the logits are; or the loss is not summed over the ranks that have a part of it, or is "
+    "the softmax counts columns that are no tokens, or all columns on each rank; targets are not "
+    "cut as the logits are; or the loss is not summed over the ranks that have a part of it, or is "
     "divided by a part's own labels"
 )
 AUXILIARY = (
@@ -40,7 +40,10 @@ NORM = (
     "at all"
 )
 DECAY = "a parameter is in the wrong group of the optimizer: frozen, norms and biases don't decay"
-OPTIMIZER = "the optimizer's step is not that of the paper, whatever the layout"
+OPTIMIZER = (
+    "the optimizer's step is not that of the paper, whatever the layout, or is meant for "
+    "parameters of another kind"
+)
 OVERFLOW = "each rank looks at its own gradients, and no maximum is taken over all ranks"
 GENERATOR = (
     "the generator's state depends on how many micro-batches and layers a rank has: draw from one "
@@ -92,8 +95,8 @@ def of_activations(kind: str, name: str, clue: Clue | None, step: int, layout: L
         return f"a number of layers, features or heads is this rank's and not the whole's{twice}"
     if step and "attention" in name:
         return "masks of documents or of padding do not reach this stage or this part of sequences"
-    if kind == "input" and name.endswith("attention.output"):
-        return f"attention computes with other {_PARTS}"
+    if kind == "input" and name.endswith(("attention.output", "q_norm", "k_norm")):
+        return f"attention computes with other {_PARTS}; or it computes in a lower precision"
     if kind == "input" and name.endswith(".down") and layout.tp > 1:
         return "gate and up are cut as one block, or an activation is applied to a partial sum"
     if "position" in name or name.startswith("embedding"):

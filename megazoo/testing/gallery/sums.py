@@ -144,8 +144,8 @@ def gathered_logits_in_the_loss():
     r"gradient norm: .* instead of .* at step 1, though no gradient differs",
     layout="tp2",
     settings={"hidden_size": 256, "ffn_size": 1024},
-    source="Megatron-LM #7452",
-    link="https://github.com/NVIDIA/Megatron-LM/issues/7452",
+    source="Megatron-LM #7530",
+    link="https://github.com/NVIDIA/Megatron-LM/pull/7530",
 )
 def sharded_vectors_counted_once():
     """A one-dimensional parameter that is sharded over tp is not marked as sharded. Only the first
@@ -425,8 +425,8 @@ def input_without_gradient():
     "Each part of a sequence divides by its own labels",
     r"loss: .* instead of .*, though no module's output differs",
     layout="cp4",
-    source="Megatron-LM #7452",
-    link="https://github.com/NVIDIA/Megatron-LM/issues/7452",
+    source="Megatron-LM #7513",
+    link="https://github.com/NVIDIA/Megatron-LM/pull/7513",
 )
 def mean_of_the_parts_means():
     """The loss is the unweighted mean of the means of the sequences' parts."""
