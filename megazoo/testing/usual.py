@@ -3,14 +3,15 @@
 import math
 from dataclasses import dataclass
 
+from megazoo.testing.batches import micro_batches_of
 from megazoo.testing.distances import Clue
 from megazoo.testing.layouts import Layout
 from megazoo.testing.optimizer_trial import LOSS_SCALE
 
 STAGES = "a stage builds what belongs to another, or numbers its layers from 0"
 INITIAL = (
-    "each rank draws its own part instead of a part of the whole, or the spread follows from the "
-    "layer's number within the stage"
+    "each rank draws its own part instead of a part of the whole, layers share a seed, or the "
+    "spread follows from the layer's number within the stage"
 )
 TRAINED = "parameters are registered again, or unfrozen, after the adapters were added"
 LOGITS = "the ranks' parts of the vocabulary, or of the sequence, are joined in another order"
@@ -27,8 +28,9 @@ MEANS = (
     "the whole global batch"
 )
 LOSS = (
-    "the softmax counts columns that are no tokens, targets are not cut as the logits are, or the "
-    "loss is not summed over the ranks that have a part of it"
+    "the softmax counts columns that are no tokens, or all columns on each rank; targets are not "
+    "cut as the logits are; or the loss is not summed over the ranks that have a part of it, or is "
+    "divided by a part's own labels"
 )
 AUXILIARY = (
     "counts are of a part of the rows, padding counts, or the mean is over the rows or tokens of a "
@@ -39,7 +41,10 @@ NORM = (
     "at all"
 )
 DECAY = "a parameter is in the wrong group of the optimizer: frozen, norms and biases don't decay"
-OPTIMIZER = "the optimizer's step is not that of the paper, whatever the layout"
+OPTIMIZER = (
+    "the optimizer's step is not that of the paper, whatever the layout, or is meant for "
+    "parameters of another kind"
+)
 OVERFLOW = "each rank looks at its own gradients, and no maximum is taken over all ranks"
 GENERATOR = (
     "the generator's state depends on how many micro-batches and layers a rank has: draw from one "
@@ -60,6 +65,11 @@ _PARTS = (
     "heads, positions, masks, another order of tokens or another cut of a fused weight: often "
     "with local numbers in place of the whole's"
 )
+
+
+def _is(factor: float, expected: float) -> bool:
+    """Return whether a factor equals the expected one, up to rounding; False for nan."""
+    return math.isclose(factor, expected, rel_tol=1e-3)
 
 
 @dataclass(frozen=True)
@@ -93,8 +103,8 @@ def of_activations(kind: str, name: str, clue: Clue | None, step: int, layout: L
         return f"a number of layers, features or heads is this rank's and not the whole's{twice}"
     if step and "attention" in name:
         return "masks of documents or of padding do not reach this stage or this part of sequences"
-    if kind == "input" and name.endswith("attention.output"):
-        return f"attention computes with other {_PARTS}"
+    if kind == "input" and name.endswith(("attention.output", "q_norm", "k_norm")):
+        return f"attention computes with other {_PARTS}; or it computes in a lower precision"
     if kind == "input" and name.endswith(".down") and layout.tp > 1:
         return "gate and up are cut as one block, or an activation is applied to a partial sum"
     if "position" in name or name.startswith("embedding"):
@@ -124,7 +134,8 @@ def of_loss_scale(factor: float, micro_batches: int) -> str:
             return f"the loss scale, {LOSS_SCALE:g} in this check, is applied twice or {what}"
     return (
         "a mean where a sum belongs, or a sum where a mean does, over the ranks of an axis or over "
-        f"a replica's micro-batches, {micro_batches} in this check"
+        f"a replica's micro-batches, {micro_batches} in this check; or only the returned loss is "
+        "divided by the number of labels"
     )
 
 
@@ -179,10 +190,12 @@ def of_gradients(clue: Clue | None, place: Place, layout: Layout) -> str:
     """Return the usual cause of a gradient that differs."""
     if clue and clue.factor == 0:
         return "the gradient is lost on its way: a graph that is cut, or a parameter left out"
+    if clue and layout.pp > 1 and _is(clue.factor * micro_batches_of(layout.dp), 1):
+        return "stages before the last divide by the number of micro-batches again"
     if clue and not math.isnan(clue.factor):
         return "a gradient that is whole on every rank is summed over them, or divided by them"
     for axis, factor in clue.sums.items() if clue else ():
-        if math.isclose(factor, 1, rel_tol=1e-3):
+        if _is(factor, 1):
             return f"the gradient is never summed over {axis}"
     if place.copied:
         return "the parts that the ranks with copies of a KV head have are not summed"
@@ -198,6 +211,11 @@ def of_gradients(clue: Clue | None, place: Place, layout: Layout) -> str:
         reasons.append(
             "a sum over the replicas left before the last micro-batch, or left one out; or "
             "replicas are weighed by their own labels"
+        )
+    if layout.tp > 1 and not reasons and place.made_first:
+        return (
+            "the loss gives some ranks no gradient of their logits; or gradients of micro-batches "
+            "are not added up as they are"
         )
     if layout.tp > 1 and not reasons:
         return "the sum of the inputs' gradients over tp is missing where a region is entered"

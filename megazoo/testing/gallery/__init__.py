@@ -1,7 +1,7 @@
 """A gallery of known bugs of parallel training, used to test the check.
 
 Each bug is a function that patches the program while a check runs. The files group the bugs by
-topic: layers, dropout, sequences, engine, optimizer.
+topic. Those in program, settings, state and sums were published in 2026.
 """
 
 import re
@@ -15,7 +15,9 @@ from megazoo.testing.gallery import (  # noqa: F401
     optimizer,
     program,
     sequences,
+    settings,
     state,
+    sums,
 )
 from megazoo.testing.gallery.planting import BUGS, Bug
 from megazoo.testing.gallery.table import Outcome, header, line_of, self_test
@@ -23,9 +25,13 @@ from megazoo.testing.gallery.table import Outcome, header, line_of, self_test
 __all__ = ["BUGS", "Bug", "Outcome", "header", "line_of", "self_test"]
 
 
-def _place(bug: Bug) -> tuple[int, str]:
-    number = re.match(r"\d+", bug.number)
-    return (int(number[0]) if number else 1000), bug.number
+# Bugs without a number come between N and E.
+SERIES = ["", "N", "no number", "E"]
 
 
-BUGS.sort(key=_place)  # bugs without a number come last
+def _place(bug: Bug) -> tuple[int, int, str]:
+    series, number = re.match(r"(N|E|)(\d*)", bug.number).groups()
+    return SERIES.index(series if number else "no number"), int(number or 0), bug.number
+
+
+BUGS.sort(key=_place)
