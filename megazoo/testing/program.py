@@ -132,7 +132,7 @@ def _arguments(subject: Subject, layout: Layout, directory: Path) -> list[str]:
     values |= {name: 0.0 for name in values if name.endswith("dropout")}
     config, data = directory / "model.json", directory / "rows.jsonl"
     if layout == Layout():  # one process runs first
-        lengths = [18 if n % 8 == 3 else 1 + n % 3 for n in range(4 * ROWS)]  # very uneven
+        lengths = [18 if n % 8 == 3 or n > 80 else 1 + n % 3 for n in range(4 * ROWS)]  # uneven
         rows = [{"prompt": "ab", "completion": "c" * length} for length in lengths]
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))
         config.write_text(json.dumps({"model": subject.family, **values}))
