@@ -34,6 +34,7 @@ from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.random import derive_seed
 from megazoo.testing import usual
 from megazoo.testing.batches import ROWS, SEQUENCE, micro_batches_of
+from megazoo.testing.causes import Finding
 from megazoo.testing.check import check_layouts, run_in_one_process, subject_of
 from megazoo.testing.distances import parameter_distances, relative
 from megazoo.testing.layouts import Layout
@@ -47,6 +48,9 @@ TIMEOUT = 600.0  # seconds per layout
 OF_LOW_PRECISION = 1e-2  # relative difference of a loss in bfloat16 between layouts
 SCHEDULE = {"schedule": "cosine", "lr": 2e-3, "min_lr": 0.0, "warmup_steps": 3, "steps": 6}
 WEIGHTS = "weights"  # the name of the parameters among the states
+
+
+PROGRESS = {"step": "steps", "samples": "consumed samples", "updates": "updates"}
 
 
 @dataclass
@@ -87,7 +91,6 @@ class Run:
         rates: Learning rate and weight decay of each trained parameter.
         seeds: Seeds of the dropout of each micro-batch.
         losses: Losses.
-        norms: Gradient norms.
         scales: States of the loss scale after the step.
         states: States of the parameters after the step, by kind and name; of one process only.
         distances: Distances of the states from those of one process, by kind and name.
@@ -97,7 +100,6 @@ class Run:
     rates: dict[int, dict[str, tuple[float, float]]] = field(default_factory=dict)
     seeds: dict[int, list[int]] = field(default_factory=dict)
     losses: dict[int, float] = field(default_factory=dict)
-    norms: dict[int, float] = field(default_factory=dict)
     scales: dict[int, dict] = field(default_factory=dict)
     states: dict[int, dict[str, dict[str, torch.Tensor]]] = field(default_factory=dict)
     distances: dict[int, dict[str, dict[str, float]]] = field(default_factory=dict)
@@ -111,7 +113,6 @@ class Resumed(Run):
         place: The rank along each axis, as a text.
         step, samples: The numbers of steps and samples in the checkpoint.
         updates: The number of steps of the optimizer after loading.
-        trained: Names of the trained parameters.
         loaded: Distances of the loaded states from the saved ones, by kind and name; infinite if
             only one of them exists.
     """
@@ -120,7 +121,6 @@ class Resumed(Run):
     step: int = 0
     samples: int = 0
     updates: float = 0.0
-    trained: set[str] = field(default_factory=set)
     loaded: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
@@ -228,21 +228,21 @@ def _check_pair(
     expected: Run = torch.load(one, weights_only=False, mmap=True)
     same = runs[saved] if saved == resumed else None
     is_exact = subject.dtype == "float32"
-    first = next(findings(ranks, expected, same, tolerance, is_exact), None)
+    comparison = ResumeComparison(ranks, expected, same, tolerance, is_exact)
+    first = next(comparison.findings(), None)
     losses = [abs(r.losses[s] / expected.losses[s] - 1) for r in ranks for s in r.losses]
     weights = [max(r.distances[LAST][WEIGHTS].values(), default=0.0) for r in ranks]
     verdict.loss, verdict.weight = max(losses), max(weights)
     if first:
-        verdict.cause, verdict.usual = first
+        verdict.cause, verdict.usual = first.text, first.usual
     return verdict
 
 
-def findings(
-    ranks: list[Resumed], expected: Run, same: Run | None, tolerance: float, is_exact: bool
-) -> Iterator[tuple[str, str]]:
-    """Yield the differences of a resumed run, and their usual causes, in the order of the run.
+@dataclass(frozen=True)
+class ResumeComparison:
+    """The records of the ranks that resumed a run, compared with those of one process.
 
-    Args:
+    Attributes:
         ranks: The records of the ranks.
         expected: The record of one process.
         same: The record of the run that saved the checkpoint, which continued; None if it has
@@ -251,96 +251,108 @@ def findings(
         is_exact: Whether layouts have the same weights, up to rounding errors of fp32.
     """
 
-    def on(is_wrong: Callable[[Resumed], object]) -> str:
-        places = [rank.place for rank in ranks if is_wrong(rank)]
+    ranks: list[Resumed]
+    expected: Run
+    same: Run | None
+    tolerance: float
+    is_exact: bool
+
+    def findings(self) -> Iterator[Finding]:
+        """Yield all differences in the order of the run."""
+        yield from self._progress()
+        yield from self._loaded()
+        for step in range(STOP + 1, LAST + 1):
+            yield from self._samples(step)
+            yield from self._rates(step)
+            yield from self._dropout(step)
+            yield from self._losses(step)
+            yield from self._scale(step)
+            if self.is_exact:
+                yield from self._states(step)
+
+    def _progress(self) -> Iterator[Finding]:
+        """Compare the numbers of steps and samples."""
+        for what, expected in {"step": STOP, "samples": STOP * ROWS, "updates": STOP}.items():
+            if where := self._on(lambda rank, w=what, e=expected: getattr(rank, w) != e):
+                found = next(getattr(rank, what) for rank in self.ranks)
+                text = f"resume: the number of {PROGRESS[what]} is {found:g} instead of {expected}"
+                reason = usual.RESUMED_STATE if what == "updates" else usual.RESUMED_ORDER
+                yield Finding(f"{text} {where}", reason)
+
+    def _loaded(self) -> Iterator[Finding]:
+        """Compare the loaded states with the saved ones."""
+        for kind, name, where in self._unequal([rank.loaded for rank in self.ranks], 0.0):
+            text = f"resume: the {kind} of {name}: another value than was saved {where}"
+            yield Finding(text, usual.of_resumed(kind))
+
+    def _samples(self, step: int) -> Iterator[Finding]:
+        def differs(rank: Resumed) -> bool:
+            pairs = zip(rank.batches[step], self.expected.batches[step], strict=True)
+            return any(found not in (0, expected) for found, expected in pairs)
+
+        if where := self._on(differs):
+            yield Finding(f"resume: step {step} has other samples {where}", usual.RESUMED_ORDER)
+
+    def _rates(self, step: int) -> Iterator[Finding]:
+        """Compare the learning rate and the weight decay of each parameter."""
+        for name, expected in self.expected.rates[step].items():
+            found = [rank.rates[step].get(name, expected) for rank in self.ranks]
+            if where := self._on(lambda rank, n=name, e=expected: rank.rates[step].get(n, e) != e):
+                lr, decay = next(each for each in found if each != expected)
+                text = f"learning rate {lr:g} and weight decay {decay:g}"
+                then = "{:g} and {:g}".format(*expected)
+                text = f"resume: {name}: {text} instead of {then} at step {step} {where}"
+                yield Finding(text, usual.RESUMED_RATES)
+
+    def _dropout(self, step: int) -> Iterator[Finding]:
+        if self.same and self.ranks[0].seeds[step] != self.same.seeds[step]:
+            text = f"resume: the dropout of step {step} has other masks"
+            yield Finding(text, usual.RESUMED_DROPOUT)
+
+    def _losses(self, step: int) -> Iterator[Finding]:
+        expected = self.expected.losses[step]
+        most = (self.tolerance if self.is_exact else OF_LOW_PRECISION) * abs(expected)
+        # also true for nan
+        if where := self._on(lambda rank: not abs(rank.losses[step] - expected) <= most):
+            text = f"{self.ranks[0].losses[step]:.7g} instead of {expected:.7g}"
+            yield Finding(f"resume: loss: {text} at step {step} {where}", usual.RESUMED_LOSS)
+
+    def _scale(self, step: int) -> Iterator[Finding]:
+        """Compare the loss scale and its counters."""
+        expected = self.expected.scales[step]
+        if where := self._on(lambda rank: rank.scales[step] != expected):
+            text = f"{self.ranks[0].scales[step]} instead of {expected}"
+            text = f"resume: the loss scale is {text} after step {step} {where}"
+            yield Finding(text, usual.RESUMED_STATE)
+
+    def _states(self, step: int) -> Iterator[Finding]:
+        """Compare the weights and the states of the optimizer after a step."""
+        distances = [rank.distances[step] for rank in self.ranks]
+        for kind, name, where in self._unequal(distances, 10 * self.tolerance):
+            text = f"resume: the {kind} of {name}: differs after step {step} {where}"
+            yield Finding(text, usual.of_resumed(kind))
+
+    def _on(self, is_wrong: Callable[[Resumed], object]) -> str:
+        """Name the ranks that a function returns True for; "" if there are none."""
+        places = [rank.place for rank in self.ranks if is_wrong(rank)]
         more = f" and {len(places) - 2} more" if len(places) > 2 else ""
         return f"on rank{'s' * (len(places) > 1)} {', '.join(places[:2])}{more}" if places else ""
 
-    trained = set().union(*(rank.trained for rank in ranks))
-    for name in sorted(trained ^ expected.rates[STOP].keys()):
-        how = "is trained, but was frozen" if name in trained else "is frozen, but was trained"
-        yield f"resume: {name} {how}", usual.RESUMED_TRAINED
-    if where := on(lambda rank: rank.step != STOP or rank.samples != STOP * ROWS):
-        text = f"{ranks[0].step} steps and {ranks[0].samples} samples"
-        yield f"resume: the checkpoint has {text} {where}", usual.RESUMED_ORDER
-    for kind, name, where in _unequal([rank.loaded for rank in ranks], on, 0.0, "loaded"):
-        text = f"resume: the {kind} of {name}: another value than was saved {where}"
-        yield text, usual.of_resumed(kind)
-    if where := on(lambda rank: rank.updates != STOP):
-        text = f"the optimizer has {ranks[0].updates:g} steps instead of {STOP}"
-        yield f"resume: {text} {where}", usual.RESUMED_STATE
-    for step in range(STOP + 1, LAST + 1):
-        yield from _of_a_step(step, ranks, expected, same, tolerance, is_exact, on)
+    def _unequal(
+        self, distances: list[dict[str, dict[str, float]]], most: float
+    ) -> Iterator[tuple[str, str, str]]:
+        """Yield the kind and the name of each state whose distance is above `most`, and the
+        ranks."""
+        by_rank = {id(rank): each for rank, each in zip(self.ranks, distances, strict=True)}
+        for kind in dict.fromkeys(kind for each in distances for kind in each):
+            for name in dict.fromkeys(name for each in distances for name in each.get(kind, {})):
 
+                def differs(rank: Resumed, kind=kind, name=name) -> bool:
+                    distance = by_rank[id(rank)].get(kind, {}).get(name, 0.0)
+                    return not distance <= most
 
-def _of_a_step(
-    step: int,
-    ranks: list[Resumed],
-    expected: Run,
-    same: Run | None,
-    tolerance: float,
-    is_exact: bool,
-    on: Callable,
-) -> Iterator[tuple[str, str]]:
-    """Yield the differences in a step after the checkpoint. For the arguments see `findings`."""
-    sums = expected.batches[step]
-    others = [
-        any(found not in (0, sum_) for found, sum_ in zip(rank.batches[step], sums, strict=True))
-        for rank in ranks
-    ]
-    if where := on(lambda rank: others[ranks.index(rank)]):
-        yield f"resume: step {step} has other samples {where}", usual.RESUMED_ORDER
-    for name, rates in expected.rates[step].items():
-        if where := on(lambda rank, n=name, r=rates: rank.rates[step].get(n, r) != r):
-            now = next(
-                r.rates[step][name] for r in ranks if r.rates[step].get(name, rates) != rates
-            )
-            text = "learning rate {:g} and weight decay {:g}".format(*now)
-            then = "{:g} and {:g}".format(*rates)
-            yield (
-                f"resume: {name}: {text} instead of {then} at step {step} {where}",
-                usual.RESUMED_RATES,
-            )
-    if same and ranks[0].seeds[step] != same.seeds[step]:
-        yield f"resume: the dropout of step {step} has other masks", usual.RESUMED_DROPOUT
-    most = tolerance if is_exact else OF_LOW_PRECISION
-    theirs = expected.losses[step]
-    if where := on(lambda rank: not abs(rank.losses[step] - theirs) <= most * abs(theirs)):
-        text = f"{ranks[0].losses[step]:.7g} instead of {theirs:.7g}"
-        yield f"resume: loss: {text} at step {step} {where}", usual.RESUMED_LOSS
-    if where := on(lambda rank: rank.scales[step] != expected.scales[step]):
-        text = f"{ranks[0].scales[step]} instead of {expected.scales[step]}"
-        yield f"resume: the loss scale is {text} after step {step} {where}", usual.RESUMED_STATE
-    if not is_exact:
-        return
-    norm = expected.norms[step]
-    if where := on(lambda rank: not abs(rank.norms[step] - norm) <= 10 * tolerance * norm):
-        text = f"{ranks[0].norms[step]:.7g} instead of {norm:.7g}"
-        yield f"resume: gradient norm: {text} at step {step} {where}", usual.RESUMED_LOSS
-    distances = [rank.distances[step] for rank in ranks]
-    for kind, name, where in _unequal(distances, on, 10 * tolerance, "distances", step):
-        text = f"resume: the {kind} of {name}: differ after step {step} {where}"
-        yield text, usual.of_resumed(kind)
-
-
-def _unequal(
-    ranks: list[dict[str, dict[str, float]]],
-    on: Callable,
-    most: float,
-    what: str,
-    step: int | None = None,
-) -> Iterator[tuple[str, str, str]]:
-    """Yield the kind and the name of each state that differs on any rank, and the ranks."""
-
-    def distance(rank: Resumed, kind: str, name: str) -> float:
-        values = getattr(rank, what)
-        return (values if step is None else values[step]).get(kind, {}).get(name, 0.0)
-
-    for kind in dict.fromkeys(kind for rank in ranks for kind in rank):
-        for name in dict.fromkeys(name for rank in ranks for name in rank.get(kind, {})):
-            # also true for nan
-            if where := on(lambda rank, k=kind, n=name: not distance(rank, k, n) <= most):
-                yield kind, name, where
+                if where := self._on(differs):
+                    yield kind, name, where
 
 
 def train_without_a_stop(subject: Subject, path: Path) -> None:
@@ -382,7 +394,6 @@ def resume_a_run(subject: Subject, layout: Layout, directory: Path, one: Path) -
         run = Resumed(place=f"{ctx.rank} ({place})")
         run.step, run.samples = trainer["step"], trainer["consumed_samples"]
         run.updates = optimizer.steps.item()
-        run.trained = {entry.name for entry in model.trained_entries()}
         run.loaded = _distances_from_saved(model, optimizer, directory)
         for step in _train(run, model, optimizer, layout, run.step, run.samples):
             run.distances[step] = {
@@ -455,7 +466,8 @@ def _take_step(
         for name in group["names"]
     }
     run.seeds[step] = seeds
-    run.losses[step], run.norms[step] = loss.item(), optimizer.step().item()
+    run.losses[step] = loss.item()
+    optimizer.step()
     run.scales[step] = model.engine.loss_scale.state()
 
 

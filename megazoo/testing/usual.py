@@ -54,7 +54,6 @@ OTHER_STAGES = (
     "forward_stage reads what another stage has built or computed: a stage is given the "
     "activations and the MicroBatch only"
 )
-RESUMED_TRAINED = "parameters are frozen or unfrozen in another order than the optimizer is created"
 RESUMED_STATE = "the state is created again after loading, or is not in the checkpoint"
 RESUMED_RATES = "the groups of parameters are matched by too few keys, or by their position"
 RESUMED_ORDER = "the samples that were consumed are skipped twice, in each epoch, or not at all"

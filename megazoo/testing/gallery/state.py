@@ -1,6 +1,8 @@
 """Bugs in state: what is saved and loaded, master weights, groups of the optimizer, adapters, and
 the order of samples after a run is resumed."""
 
+from contextlib import contextmanager
+
 import torch
 import torch.distributed as dist
 
@@ -11,6 +13,7 @@ from megazoo.lora import settings
 from megazoo.lora.settings import LoRASettings
 from megazoo.optim.adamw import AdamW
 from megazoo.optim.base import MASTER
+from megazoo.optim.loss_scale import LossScale
 from megazoo.parallel.random import derive_seed
 from megazoo.testing.gallery.planting import bug, replaced
 
@@ -262,3 +265,79 @@ def halves_of_adapters():
         return swapped
 
     return replaced(TensorSource, "read_into", make)
+
+
+@bug(
+    "",
+    "Number of updates that is not loaded",
+    r"resume: the number of updates is 0 instead of 2 on ranks 0 ",
+    layout="tp2:tp2",
+)
+def updates_not_loaded():
+    """The bias corrections of AdamW begin again after loading."""
+
+    def make(checked):
+        def forgetful(values, *arguments):
+            values["optimizer_steps"] = 0
+            return checked(values, *arguments)
+
+        return forgetful
+
+    return replaced(loading, "checked_state", make)
+
+
+@bug(
+    "",
+    "Loss scale that is not loaded",
+    r"resume: the loss scale is .* instead of .* after step 3 on ranks 0 ",
+    layout="tp2:tp2",
+)
+def loss_scale_not_loaded():
+    """The loss scale and its counters begin again after loading."""
+    return replaced(LossScale, "load", lambda _: lambda self, state: None)
+
+
+@bug(
+    "",
+    "A value of the config that is lost when a run is resumed",
+    r"resume: loss: .* instead of .* at step 3 on ranks 0 ",
+    layout="tp2:tp2",
+)
+def value_of_the_config_lost():
+    """The norms have another epsilon after loading."""
+
+    def change(model, _):
+        for module in model.modules():
+            if hasattr(module, "eps"):
+                module.eps = 1.0
+
+    return _at_load(change)
+
+
+@bug(
+    "",
+    "Moments that begin again at the first step after resuming",
+    r"resume: the (weights|exp_avg) of .*: differs after step 3 on ranks 0 ",
+    layout="tp2:tp2",
+)
+def moments_begin_again():
+    """The first step after loading sets the moments to zero."""
+    fresh = set()
+
+    def make(step):
+        def forgetful(self, closure=None):
+            if id(self) in fresh:
+                fresh.discard(id(self))
+                for state in self.state.values():
+                    state["exp_avg"].zero_()
+            return step(self, closure)
+
+        return forgetful
+
+    @contextmanager
+    def planted():
+        loads = _at_load(lambda _, optimizer: fresh.add(id(optimizer)))
+        with loads, replaced(AdamW, "step", make):
+            yield
+
+    return planted()
