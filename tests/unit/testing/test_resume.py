@@ -54,6 +54,6 @@ def test_flags_that_do_not_fit():
         tool.main(["--model", "gpt2", "--dtype", "bfloat16"])
     with pytest.raises(UserError, match=r"^--resume needs a list of --layouts, not all"):
         tool.main(["--model", "gpt2", "--resume", "--layouts", "all"])
+    flags = "--shrink --resume --optimizer muon --offload-optimizer --layouts tp2"
     with pytest.raises(UserError, match=r"^the state of muon can't be offloaded"):
-        flags = "--shrink --resume --optimizer muon --offload-optimizer --layouts tp2"
         tool.main(["--model", "gpt2", *flags.split()])
