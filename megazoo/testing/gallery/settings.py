@@ -249,7 +249,7 @@ def embedding_orthogonalised():
     model="llama",
     optimizer="muon",
     source="Megatron-LM #6740",
-    link="https://github.com/NVIDIA/Megatron-LM/issues/6740",
+    link="https://github.com/NVIDIA/Megatron-LM/pull/6740",
 )
 def padding_orthogonalised():
     """Matrices are padded to 128 rows before they are orthogonalised. The factor of the step counts
