@@ -5,6 +5,7 @@ $ megazoo check layout --preset llama2-70b --shrink --layouts all
 $ megazoo check layout --load path/to/llama --layouts tp2+sp,pp2v2
 $ megazoo check layout --import mine.py --model mine
 $ megazoo check layout --model llama --lora-rank 8 --layouts tp2+sp,pp2
+$ megazoo check layout --types --preset llama-7b --layouts tp8pp16cp4dp64
 $ megazoo check self-test
 
 The steps alternate between plain rows, packed documents, and rows of odd length with padding. For
@@ -12,13 +13,17 @@ each layout it prints the largest relative difference of the loss, of the gradie
 gradient of any parameter, and of any weight after the steps. For a layout that fails, it prints
 where the difference starts and the usual cause. Exits 1 if a layout fails.
 
+--types starts no processes and trains no steps, so layouts may be larger than this machine. It
+computes whether each tensor is equal on the ranks of an axis, different, or a part of a sum, and
+finds missing and doubled sums. It does not see values, order or scale.
+
 --self-test injects published bugs into small models, one after the other, runs the check, and
 prints a table in Markdown of the causes found. Exits 1 if a bug is not found, or the wrong cause is
 named.
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -26,10 +31,19 @@ from megazoo.cli.flags import File, Name, parse_flags
 from megazoo.cli.options import ImportOption
 from megazoo.cli.parsing import required
 from megazoo.errors import UserError, check_number
+from megazoo.lora.settings import ALL, LoRASettings
 from megazoo.models.counts import parameter_count
 from megazoo.models.pretrained import open_source
 from megazoo.models.registry import find_config, tiny_preset
-from megazoo.testing import Layout, Verdict, all_layouts, check_parallel, gallery, shrink
+from megazoo.testing import (
+    Layout,
+    Verdict,
+    all_layouts,
+    check_parallel,
+    check_types,
+    gallery,
+    shrink,
+)
 from megazoo.testing.layouts import switches
 
 MOST_STEPS, MOST_RANKS = 10_000, 256
@@ -67,6 +81,9 @@ class Options(ImportOption):
     padding, and so on."""
     tolerance: float = 1e-5
     """Relative difference above which a layout fails."""
+    types: bool = False
+    """Check the types of all tensors instead of training: no processes are started. Cannot be
+    combined with --load, --optimizer, --steps and --tolerance."""
     self_test: bool = False
     """Self-test: inject known bugs and verify that each one is detected. Cannot be combined with
     other flags."""
@@ -91,6 +108,12 @@ def main(arguments: list[str]) -> None:
             f"{options.ranks} at most {MOST_RANKS}"
         )
     check_number("tolerance", options.tolerance, 0)
+    if options.types:
+        other = [options.load, options.optimizer, options.steps, options.tolerance]
+        if other != [None, Options.optimizer, Options.steps, Options.tolerance]:
+            raise UserError(
+                "--types trains no steps: remove --load, --optimizer, --steps and --tolerance"
+            )
     if options.load:
         config = open_source(options.load).config
     else:
@@ -101,6 +124,9 @@ def main(arguments: list[str]) -> None:
         layouts = all_layouts(config, options.ranks)
     else:
         layouts = [Layout.named(name) for name in options.layouts.split(",")]
+    if options.types:
+        print_types(config, layouts, options)
+        return
     print(
         f"{parameter_count(config):,} parameters, {options.steps} steps, compared with one process"
     )
@@ -119,6 +145,25 @@ def main(arguments: list[str]) -> None:
     for verdict in verdicts:
         print(line_of(verdict), flush=True)
         failed += not verdict.passed
+    if failed:
+        raise UserError(f"{failed} of {len(layouts)} layouts failed", exit_code=1)
+
+
+def print_types(config: Any, layouts: list[Layout], options: Options) -> None:
+    """Check the types of all tensors in each layout, and print the results."""
+    attached = None
+    if options.lora_rank:
+        attached = LoRASettings(options.lora_rank, alpha=options.lora_rank, targets=(ALL,))
+    print(f"{parameter_count(config):,} parameters, types of all tensors, without ranks")
+    failed = 0
+    for layout in layouts:
+        findings = check_types(config, layout, attached=attached)
+        outcome = "pass"
+        if findings:
+            more = f" (and {len(findings) - 1} more)" if findings[1:] else ""
+            outcome = f"FAIL  {findings[0]}{more}"
+        print(f"{layout!s:24}{outcome}", flush=True)
+        failed += bool(findings)
     if failed:
         raise UserError(f"{failed} of {len(layouts)} layouts failed", exit_code=1)
 

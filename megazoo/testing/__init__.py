@@ -1,11 +1,13 @@
 """Tools for tests: ranks on this machine, a check that a model trains the same in every parallel
-layout as in one process, and a comparison with another library's model."""
+layout as in one process, a check of types without ranks, and a comparison with another library's
+model."""
 
 from megazoo.testing.check import Verdict, check_parallel
 from megazoo.testing.compare import Agreement, compare
 from megazoo.testing.layouts import Layout, all_layouts
 from megazoo.testing.ranks import GROUP_TIMEOUT, RankError, RankPool
 from megazoo.testing.shrink import shrink
+from megazoo.testing.types import check_types
 
 __all__ = [
     "GROUP_TIMEOUT",
@@ -16,6 +18,7 @@ __all__ = [
     "Verdict",
     "all_layouts",
     "check_parallel",
+    "check_types",
     "compare",
     "shrink",
 ]

@@ -1,22 +1,24 @@
-"""Check a layout statically: the type of every tensor, on each axis, without ranks and values.
+"""Check a layout statically: the type of every tensor on each axis, without ranks or values.
 
-Stages run forward and backward on the meta device. Each tensor, also each gradient, has a type per
-axis. The terms are those of shard_map in JAX and of the package spmd_types:
+Stages run forward and backward on the meta device. Every tensor has a type per axis. The terms are
+those of shard_map in JAX and of the package spmd_types:
 
     replicated   equal on all ranks of the axis
     varying      different on the ranks: a shard, or a part of the sequence
-    partial      a part of a sum over the ranks (only over tp)
+    partial      a part of a sum over the ranks; only over tp
 
-Parameters and inputs have the types of their shards. Each operator gets types of tensors and gives
-the type of its result. Collectives change types: a sum makes a partial or varying tensor replicated.
-Backward runs too, so gradients have types of their own: after it, the gradient of a replicated
+Parameters and inputs have the types of their shards. The type of an operator's result depends on
+the types of its arguments. Collectives change types: a sum makes a partial or varying tensor
+replicated. Gradients have types too, because backward runs. After it, the gradient of a replicated
 parameter must be replicated.
 """
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -24,9 +26,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megazoo.engine.auxiliary import declared_losses
 from megazoo.engine.microbatch import MicroBatch
 from megazoo.errors import UserError
 from megazoo.layers import matmul
+from megazoo.layers.auxiliary import AuxiliaryLosses, collecting
 from megazoo.models.attachment import Attachment
 from megazoo.models.base import Model
 from megazoo.models.outputs import LanguageModelHead
@@ -142,6 +146,7 @@ class TypeMode(TorchDispatchMode):
         self._types: dict[int, tuple[torch.UntypedStorage, dict[str, Type | None]]] = {}
         self._names: dict[int, str] = {}  # of parameters
         self._sums: set[int] = set()  # storages of results of sums over tp
+        self._found_in = ""  # the module of the last finding
 
     # Types of tensors.
 
@@ -163,6 +168,9 @@ class TypeMode(TorchDispatchMode):
     def find(self, text: str, module: str | None = None) -> None:
         """Add a finding. module: its name; by default that of the module that runs."""
         module = module or (self.modules[-1] if self.modules else "")
+        if self._found_in.startswith(f"{module}."):
+            return  # a consequence within the same module
+        self._found_in = module
         where = f"module {module}: " if module else ""
         where += "" if self.in_forward else "in backward, "
         if where + text not in self.findings:
@@ -296,7 +304,9 @@ class TypeMode(TorchDispatchMode):
         kind, after = collective.__name__, dict(before)
         is_sum = kind.startswith(("all_reduce", "reduce_scatter"))
         if axis:
-            self.calls.append((kind, axis, options["whole"].numel()))
+            # over other axes, tp ranks may send different numbers of elements
+            count = options["whole"].numel() if axis == "tp" else 0
+            self.calls.append((kind, axis, count))
             if is_sum and options.get("op", dist.ReduceOp.SUM) == dist.ReduceOp.SUM:
                 if before[axis] is R:
                     self.find(
@@ -435,28 +445,20 @@ def _all_new(function: Any, results: Sequence) -> list[bool]:
     return are_new
 
 
-@dataclass(frozen=True)
-class _Way:
-    """A way to run a stage. overlapped: with products that overlap with communication, and a loss in
-    pieces, as on GPUs."""
+@contextmanager
+def _run_as(gpu: bool) -> Iterator[None]:
+    """Within this block, products and the loss run as on GPUs, with communication beside products
+    and a loss in pieces; otherwise as on CPUs."""
 
-    overlapped: bool
+    def hides(x: torch.Tensor) -> bool:
+        return gpu and torch.is_grad_enabled()
 
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
-        way = self.overlapped
+    def saves(self, tokens: int, differentiated: bool) -> bool:
+        return gpu
 
-        def hides(x: torch.Tensor) -> bool:
-            return way and torch.is_grad_enabled()
-
-        def saves(self, tokens: int, differentiated: bool) -> bool:
-            return way
-
-        with (
-            mock.patch.object(matmul, "hides_communication", hides),
-            mock.patch.object(LanguageModelHead, "pieces_save_memory", saves),
-        ):
-            yield
+    products = mock.patch.object(matmul, "hides_communication", hides)
+    with products, mock.patch.object(LanguageModelHead, "pieces_save_memory", saves):
+        yield
 
 
 def check_types(
@@ -489,33 +491,49 @@ def check_types(
     findings: list[str] = []
     done: set[tuple] = set()
     for pp_rank in range(layout.pp):
-        model = builder.build(place_in(whole, pp_rank))
-        todo = [s for s, key in zip(model.stages, stage_keys(model), strict=True)
-                if key not in done and not done.add(key)]  # fmt: skip
-        if not todo:
-            continue
-        others = [model]
-        if layout.tp > 1:
-            others.append(builder.build(place_in(whole, pp_rank, layout.tp - 1)))
-        for stage in todo:
-            for overlapped in (False, True):
-                calls = []
-                for each in others:
-                    mode = TypeMode(each.ctx)
-                    with _Way(overlapped)():
-                        _walk(mode, each, stage)
+        ranks = [builder.build(place_in(whole, pp_rank))]
+        keys = dict(zip(ranks[0].stages, stage_keys(ranks[0]), strict=True))
+        todo = [stage for stage, key in keys.items() if key not in done]
+        done.update(keys.values())
+        if todo and layout.tp > 1:
+            ranks.append(builder.build(place_in(whole, pp_rank, layout.tp - 1)))
+        for stage, gpu in product(todo, (False, True)):
+            modes = [TypeMode(rank.ctx) for rank in ranks]
+            with _run_as(gpu):
+                for mode, rank in zip(modes, ranks, strict=True):
+                    _walk(mode, rank, stage)
                     findings += mode.findings
-                    calls.append((mode.calls, bool(mode.findings)))
-                findings += _compared(calls, layout)
-    return list(dict.fromkeys(findings))
+            if not any(mode.findings for mode in modes) and modes[0].calls != modes[-1].calls:
+                findings.append(
+                    f"stage {stage.index}: tp ranks 0 and {layout.tp - 1} call different "
+                    "collectives, and would wait for each other"
+                )
+    return _once_per_kind(findings)
 
 
-def _compared(calls: list[tuple[list[tuple], bool]], layout: Layout) -> list[str]:
-    """Return a finding if the first and the last tp rank call different collectives."""
-    (first, _), (last, _) = calls[0], calls[-1]
-    if first == last or any(failed for _, failed in calls):
-        return []
-    return [f"tp ranks 0 and {layout.tp - 1} call different collectives: they would wait forever"]
+def _once_per_kind(findings: list[str]) -> list[str]:
+    """Return the first of the findings that differ only in the numbers of layers and other
+    parameters, and how many layers have the same."""
+    kinds: dict[str, list[str]] = {}
+    for text in findings:
+        kind = re.sub(r"layers\.\d+\.", "", re.sub(r" \(and of \d+ more\)", "", text))
+        kinds.setdefault(kind, []).append(text)
+    texts = []
+    for first, *others in (list(dict.fromkeys(found)) for found in kinds.values()):
+        named = [text for text in others if text.startswith("module ")]
+        texts.append(f"{first} (and in {len(named)} more layers)" if named else first)
+    return texts
+
+
+def _few_layers(model: Model, stage: Stage) -> Stage:
+    """Return a stage with only its first layers: those until each kind of layer occurs twice, if
+    there are two of the kind."""
+    kinds = [
+        (repr(layer), tuple(p.requires_grad for p in layer.parameters()))
+        for layer in (model.layers[str(index)] for index in stage.layers)
+    ]
+    needed = [index for index, kind in enumerate(kinds) if kinds[:index].count(kind) < 2]
+    return replace(stage, layers=stage.layers[: max(needed, default=0) + 1])
 
 
 def _walk(mode: TypeMode, model: Model, stage: Stage) -> None:
@@ -539,9 +557,10 @@ def _walk(mode: TypeMode, model: Model, stage: Stage) -> None:
         mode.set_type(received, tp=sequence, cp=V)
     x = batch.input_ids if received is None else received
     assert x is not None  # batch.input_ids is set
+    losses = _auxiliary_losses(model)
     try:
-        with _observed(mode, model), DeviceKernels(), mode:
-            output = model.forward_stage(x, batch, stage)
+        with _observed(mode, model), collecting(losses), DeviceKernels(), mode:
+            output = model.forward_stage(x, batch, _few_layers(model, stage))
             if stage.last:
                 mode.modules.append("head")
                 output = model.output_head.loss(output, batch, torch.ones((), device=META))
@@ -567,7 +586,21 @@ def _walk(mode: TypeMode, model: Model, stage: Stage) -> None:
     _check_gradients(mode, model, received)
 
 
+def _auxiliary_losses(model: Model) -> AuxiliaryLosses | None:
+    """Return the object that collects the auxiliary losses of a forward, without sums over the
+    ranks; None if no layer has any."""
+    names = declared_losses(model)
+    if names is None:
+        return None
+    counts = {what: torch.ones((), device=META) for what in ("labels", "tokens", "rows")}
+    losses = AuxiliaryLosses(names, counts)
+    for loss in losses.joint.values():
+        loss.is_summed = True
+    return losses
+
+
 def _length(ctx: ParallelContext) -> int:
+    """Return the number of tokens of a sequence, which all ranks can split."""
     return padded_length(max(TOKENS, 2 * ctx.tp_size * ctx.cp_size), ctx)
 
 
