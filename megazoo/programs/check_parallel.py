@@ -162,7 +162,7 @@ def print_types(config: Any, layouts: list[Layout], options: Options) -> None:
         if findings:
             more = f" (and {len(findings) - 1} more)" if findings[1:] else ""
             outcome = f"FAIL  {findings[0]}{more}"
-        print(f"{layout!s:24}{outcome}", flush=True)
+        print(f"{layout!s:23} {outcome}", flush=True)
         failed += bool(findings)
     if failed:
         raise UserError(f"{failed} of {len(layouts)} layouts failed", exit_code=1)

@@ -593,7 +593,7 @@ def _auxiliary_losses(model: Model) -> AuxiliaryLosses | None:
     if names is None:
         return None
     counts = {what: torch.ones((), device=META) for what in ("labels", "tokens", "rows")}
-    losses = AuxiliaryLosses(names, counts)
+    losses = AuxiliaryLosses(names, counts, model.ctx.axes)
     for loss in losses.joint.values():
         loss.is_summed = True
     return losses
