@@ -152,7 +152,7 @@ class Meter(TorchDispatchMode):
         return 2 * q.shape[:-1].numel() * keys * (q.shape[-1] + v.shape[-1])
 
 
-class _DeviceKernels(TorchFunctionMode):
+class DeviceKernels(TorchFunctionMode):
     """Replace attention and dropout by their GPU kernels.
 
     On the meta device torch would use an attention that stores its scores, and dropout masks in the
@@ -192,7 +192,7 @@ def costs_of(
     batch = _micro_batch(run, model.ctx)
     shape, dtype = boundary_shape(run, model), model.dtype
     meter, costs, received = Meter(model.ctx, batch.cut.length if batch.cut else None), {}, None
-    with _DeviceKernels(), meter:
+    with DeviceKernels(), meter:
         if not stage.first:
             received = torch.empty(shape, dtype=dtype, device=META)
             received.requires_grad_(stage.index > model.engine.first_trained_stage)
@@ -209,7 +209,7 @@ def costs_of(
     if not stage.last:  # the output has been sent; only its graph remains
         output.data = torch.empty(1, dtype=output.dtype, device=META)
     costs["F"] = meter.take()
-    with _DeviceKernels(), meter:
+    with DeviceKernels(), meter:
         if stage.last:
             gradient = torch.full_like(output, 1.0)
         else:
@@ -254,7 +254,7 @@ def forward_flops(model: Model, rows: int, sequence: int) -> float:
     ids = torch.empty(rows, sequence, dtype=torch.int64, device=META)
     batch = MicroBatch((rows, sequence), ids, ids, length=sequence, longest=sequence)
     meter, output = Meter(model.ctx), ids
-    with torch.no_grad(), _DeviceKernels(), meter:
+    with torch.no_grad(), DeviceKernels(), meter:
         for stage in model.stages:
             output = model.forward_stage(ids, batch, stage)
         model.output_head.loss(output, batch)

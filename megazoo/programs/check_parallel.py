@@ -6,6 +6,7 @@ $ megazoo check layout --load path/to/llama --layouts tp2+sp,pp2v2
 $ megazoo check layout --import mine.py --model mine
 $ megazoo check layout --model llama --lora-rank 8 --layouts tp2+sp,pp2
 $ megazoo check layout --model llama --resume --layouts tp2,pp2,dp2+zero
+$ megazoo check layout --types --preset llama-7b --layouts tp8pp16cp4dp64
 $ megazoo check self-test
 
 The steps alternate between plain rows, packed documents, and rows of odd length with padding. For
@@ -18,6 +19,10 @@ saves a checkpoint. The same layout and the next one of --layouts load it; tp2:p
 pair. The loaded state must equal the saved one bit for bit: weights, master weights, moments, the
 loss scale and the number of steps. After two more steps, losses, samples, learning rates, gradient
 norms and all states must be those of one process that trained four steps.
+
+--types starts no processes and trains no steps, so layouts may be larger than this machine. It
+computes whether each tensor is equal on the ranks of an axis, different, or a part of a sum, and
+finds missing and doubled sums. It does not see values, order or scale.
 
 --self-test injects published bugs into small models, one after the other, runs the check, and
 prints a table in Markdown of the causes found. Exits 1 if a bug is not found, or the wrong cause is
@@ -33,6 +38,7 @@ from megazoo.cli.flags import File, Name, parse_flags
 from megazoo.cli.options import ImportOption
 from megazoo.cli.parsing import required
 from megazoo.errors import UserError, check_number
+from megazoo.lora.settings import ALL, LoRASettings
 from megazoo.models.counts import parameter_count
 from megazoo.models.pretrained import open_source
 from megazoo.models.registry import find_config, tiny_preset
@@ -42,6 +48,7 @@ from megazoo.testing import (
     all_layouts,
     check_parallel,
     check_resume,
+    check_types,
     gallery,
     pairs_of,
     shrink,
@@ -90,6 +97,9 @@ class Options(ImportOption):
     """Data type of the parameters, for --resume."""
     offload_optimizer: bool = False
     """Store the state of the optimizer on the CPU, for --resume."""
+    types: bool = False
+    """Check the types of all tensors instead of training: no processes are started. Cannot be
+    combined with --load, --optimizer, --steps and --tolerance."""
     self_test: bool = False
     """Self-test: inject known bugs and verify that each one is detected. Cannot be combined with
     other flags."""
@@ -100,6 +110,26 @@ def main(arguments: list[str]) -> None:
     if options.self_test:
         plant_every_bug(options)
         return
+    check_options(options)
+    if options.load:
+        config = open_source(options.load).config
+    else:
+        config = find_config(tiny_preset(options.model) if options.model else options.preset)
+    if options.shrink:
+        config = shrink(config)
+    if options.resume:
+        resume_every_pair(options, config)
+        return
+    if options.layouts == "all":
+        layouts = all_layouts(config, options.ranks)
+    else:
+        layouts = [Layout.named(name) for name in options.layouts.split(",")]
+    run = print_types if options.types else train_in_every_layout
+    run(options, config, layouts)
+
+
+def check_options(options: Options) -> None:
+    """Raise UserError for a missing or invalid option, or options that exclude each other."""
     required(options)
     given = [options.model, options.preset, options.load]
     if sum(each is not None for each in given) != 1:
@@ -114,21 +144,20 @@ def main(arguments: list[str]) -> None:
             f"{options.ranks} at most {MOST_RANKS}"
         )
     check_number("tolerance", options.tolerance, 0)
-    if options.load:
-        config = open_source(options.load).config
-    else:
-        config = find_config(tiny_preset(options.model) if options.model else options.preset)
-    if options.shrink:
-        config = shrink(config)
-    if options.resume:
-        resume_every_pair(options, config)
-        return
-    if options.dtype != "float32" or options.offload_optimizer:
+    other = [options.load, options.optimizer, options.steps, options.tolerance, options.resume]
+    defaults = [None, Options.optimizer, Options.steps, Options.tolerance, False]
+    if options.types and other != defaults:
+        raise UserError(
+            "--types trains no steps: remove --load, --optimizer, --steps, --tolerance and --resume"
+        )
+    if not options.resume and (options.dtype != "float32" or options.offload_optimizer):
         raise UserError("--dtype and --offload-optimizer need --resume")
-    if options.layouts == "all":
-        layouts = all_layouts(config, options.ranks)
-    else:
-        layouts = [Layout.named(name) for name in options.layouts.split(",")]
+    if options.resume and options.layouts == "all":
+        raise UserError("--resume needs a list of --layouts, not all: they are combined in pairs")
+
+
+def train_in_every_layout(options: Options, config: Any, layouts: list[Layout]) -> None:
+    """Train in each layout, and print the verdicts."""
     print(
         f"{parameter_count(config):,} parameters, {options.steps} steps, compared with one process"
     )
@@ -153,8 +182,6 @@ def main(arguments: list[str]) -> None:
 
 def resume_every_pair(options: Options, config: Any) -> None:
     """Check that a run resumes in each pair of layouts."""
-    if options.layouts == "all":
-        raise UserError("--resume needs a list of --layouts, not all: they are combined in pairs")
     pairs = pairs_of(options.layouts.split(","))
     print(f"{parameter_count(config):,} parameters, saved after 2 of 4 steps")
     print(f"{'saved:resumed':40}{'loss':>9}{'weights':>9}")
@@ -179,6 +206,25 @@ def resume_every_pair(options: Options, config: Any) -> None:
         failed += not verdict.passed
     if failed:
         raise UserError(f"{failed} of {len(pairs)} pairs failed", exit_code=1)
+
+
+def print_types(options: Options, config: Any, layouts: list[Layout]) -> None:
+    """Check the types of all tensors in each layout, and print the results."""
+    attached = None
+    if options.lora_rank:
+        attached = LoRASettings(options.lora_rank, alpha=options.lora_rank, targets=(ALL,))
+    print(f"{parameter_count(config):,} parameters, types of all tensors, without ranks")
+    failed = 0
+    for layout in layouts:
+        findings = check_types(config, layout, attached=attached)
+        outcome = "pass"
+        if findings:
+            more = f" (and {len(findings) - 1} more)" if findings[1:] else ""
+            outcome = f"FAIL  {findings[0]}{more}"
+        print(f"{layout!s:23} {outcome}", flush=True)
+        failed += bool(findings)
+    if failed:
+        raise UserError(f"{failed} of {len(layouts)} layouts failed", exit_code=1)
 
 
 def plant_every_bug(options: Options) -> None:

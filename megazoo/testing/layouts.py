@@ -107,7 +107,7 @@ class Layout:
             family.check(config, self.tp, self.pp, self.virtual)
             # raises if a layer has too few heads, or if experts can't be split evenly
             if self.cp_method in OTHER_METHODS or self.ep > 1:
-                family.on_meta(config, self._virtual_context())
+                family.on_meta(config, self.virtual_context())
         except UserError as error:
             raise UserError(f"{self}: {error}") from None
 
@@ -133,13 +133,15 @@ class Layout:
             timeout=GROUP_TIMEOUT,
         )
 
-    def _virtual_context(self) -> ParallelContext:
+    def virtual_context(self) -> ParallelContext:
+        """Create the context of rank 0 of the layout, without processes."""
         return ParallelContext.virtual(
             self.tp,
             self.pp,
             self.dp,
             cp=self.cp,
             cp_method=self.cp_method,
+            sequence_parallel=self.sequence_parallel,
             virtual=self.virtual,
             placement=placement_named_by(self.schedule),
             folded=self._folded,
