@@ -30,7 +30,8 @@ SERIES = ["", "N", "no number", "E"]
 
 
 def _place(bug: Bug) -> tuple[int, int, str]:
-    series, number = re.match(r"(N|E|)(\d*)", bug.number).groups()
+    found = re.match(r"(N|E|)(\d*)", bug.number)
+    series, number = found.groups() if found else ("", "")
     return SERIES.index(series if number else "no number"), int(number or 0), bug.number
 
 

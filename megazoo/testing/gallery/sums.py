@@ -436,7 +436,7 @@ def mean_of_the_parts_means():
             init(self, *arguments, **options)
             if self.ctx.cp_size > 1 and self.model.stages[-1].last:
                 own = sum(self.model.output_head.label_count(batch) for batch in self.batches)
-                self.labelled = own.clamp(min=1).float() * self.ctx.cp_size
+                self.labelled = torch.as_tensor(own).clamp(min=1).float() * self.ctx.cp_size
 
         return initialised
 

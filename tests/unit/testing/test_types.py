@@ -164,7 +164,8 @@ def test_planted_mistakes_are_found(plant, layout, told):
     config = small("gpt2" if plant is bias_before_the_sum else "llama")
     with plant():
         findings = check_types(config, layout)
-    assert findings and findings[0].startswith(told), findings
+    assert findings
+    assert findings[0].startswith(told), findings
 
 
 def test_an_error_of_a_layer_is_a_finding():
@@ -226,7 +227,8 @@ def test_no_process_group_and_no_process_are_started():
         mock.patch("subprocess.Popen") as process,
     ):
         assert check_types(small("llama"), "tp2pp2") == []
-    assert not group.called and not process.called
+    assert not group.called
+    assert not process.called
 
 
 def test_flags_of_training_are_refused():
