@@ -95,25 +95,7 @@ def main(arguments: list[str]) -> None:
         plant_every_bug(options)
         return
     required(options)
-    given = [options.model, options.preset, options.load]
-    if sum(each is not None for each in given) != 1:
-        raise UserError("use exactly one of --model, --preset and --load")
-    if options.steps < 1 or options.ranks < 2:
-        raise UserError(
-            f"--steps {options.steps} must be at least 1, and --ranks {options.ranks} at least 2"
-        )
-    if options.steps > MOST_STEPS or options.ranks > MOST_RANKS:
-        raise UserError(
-            f"--steps {options.steps} must be at most {MOST_STEPS}, and --ranks "
-            f"{options.ranks} at most {MOST_RANKS}"
-        )
-    check_number("tolerance", options.tolerance, 0)
-    if options.types:
-        other = [options.load, options.optimizer, options.steps, options.tolerance]
-        if other != [None, Options.optimizer, Options.steps, Options.tolerance]:
-            raise UserError(
-                "--types trains no steps: remove --load, --optimizer, --steps and --tolerance"
-            )
+    _check_flags(options)
     if options.load:
         config = open_source(options.load).config
     else:
@@ -147,6 +129,29 @@ def main(arguments: list[str]) -> None:
         failed += not verdict.passed
     if failed:
         raise UserError(f"{failed} of {len(layouts)} layouts failed", exit_code=1)
+
+
+def _check_flags(options: Options) -> None:
+    """Raise UserError for flags that are out of range, or do not fit together."""
+    given = [options.model, options.preset, options.load]
+    if sum(each is not None for each in given) != 1:
+        raise UserError("use exactly one of --model, --preset and --load")
+    if options.steps < 1 or options.ranks < 2:
+        raise UserError(
+            f"--steps {options.steps} must be at least 1, and --ranks {options.ranks} at least 2"
+        )
+    if options.steps > MOST_STEPS or options.ranks > MOST_RANKS:
+        raise UserError(
+            f"--steps {options.steps} must be at most {MOST_STEPS}, and --ranks "
+            f"{options.ranks} at most {MOST_RANKS}"
+        )
+    check_number("tolerance", options.tolerance, 0)
+    if options.types:
+        other = [options.load, options.optimizer, options.steps, options.tolerance]
+        if other != [None, Options.optimizer, Options.steps, Options.tolerance]:
+            raise UserError(
+                "--types trains no steps: remove --load, --optimizer, --steps and --tolerance"
+            )
 
 
 def print_types(config: Any, layouts: list[Layout], options: Options) -> None:

@@ -13,6 +13,7 @@ replicated. Gradients have types too, because backward runs. After it, the gradi
 parameter must be replicated.
 """
 
+import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -416,23 +417,29 @@ def _needs_equal_inputs(module: nn.Module) -> bool:
     )
 
 
+@functools.cache
+def _arguments_of(function: Any) -> list[tuple[str, bool, bool]]:
+    """Return, for each argument of an operator, its name, whether it is written, and whether it
+    needs its keyword."""
+    return [
+        (each.name, each.alias_info is not None and each.alias_info.is_write, each.kwarg_only)
+        for each in function._schema.arguments
+    ]
+
+
 def _written_and_read(
     function: Any, name: str, arguments: tuple, options: dict
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the tensors that an operator writes, and those that it reads."""
     written, read = [], []
-    for number, argument in enumerate(function._schema.arguments):
-        if argument.name in options:
-            value = options[argument.name]
-        elif number < len(arguments) and not argument.kwarg_only:
-            value = arguments[number]
-        else:
+    for number, (key, writes, needs_keyword) in enumerate(_arguments_of(function)):
+        value = options.get(key) if needs_keyword or key in options else arguments[number:][:1]
+        if value is None or isinstance(value, bool | int | float):
             continue
         tensors = tensors_in(value)
-        writes = argument.alias_info is not None and argument.alias_info.is_write
         if writes:
             written += tensors
-        if not writes or not (argument.kwarg_only or name in ("copy_", "zero_", "fill_")):
+        if not writes or not (needs_keyword or name in ("copy_", "zero_", "fill_")):
             read += tensors
     return written, read
 
