@@ -355,7 +355,7 @@ SHARDS = "a tensor is sharded that differs on the tp ranks already"
 
 @contextmanager
 def _observed(mode: TypeMode, model: Model) -> Iterator[None]:
-    """Within this block, the collectives and the modules of a model tell the mode what runs."""
+    """Within this block, the collectives and the modules of a model report to the mode."""
     run = collectives._run
     entering = [
         (regions._CopyToTensorParallel, 0, ENTERS),
@@ -454,8 +454,8 @@ def _all_new(function: Any, results: Sequence) -> list[bool]:
 
 @contextmanager
 def _run_as(gpu: bool) -> Iterator[None]:
-    """Within this block, products and the loss run as on GPUs, with communication beside products
-    and a loss in pieces; otherwise as on CPUs."""
+    """Within this block, stages run as on GPUs: products overlap with communication, and the loss
+    is computed in pieces. gpu: if False, they run as on CPUs."""
 
     def hides(x: torch.Tensor) -> bool:
         return gpu and torch.is_grad_enabled()
@@ -476,8 +476,9 @@ def check_types(
 ) -> list[str]:
     """Check the types of all tensors of a model in a layout, without processes.
 
-    Each kind of stage runs once, on the first and on the last tp rank. Layouts may be larger than
-    this machine.
+    Each kind of stage runs on the meta device, on the first and on the last tp rank. Layouts may be
+    larger than this machine. Missing and doubled sums are found; values, order and scale are not
+    checked: see docs/proof.md.
 
     Args:
         model: A config object, or a name as in `from_config`. The name of a family selects its tiny
@@ -490,6 +491,9 @@ def check_types(
 
     Raises:
         UserError: The layout is invalid.
+
+    Example:
+        check_types("llama-7b", "tp8pp16cp4dp64")  # []
     """
     config = find_config(tiny_preset(model)) if isinstance(model, str) else model
     layout = Layout.named(layout) if isinstance(layout, str) else layout
