@@ -13,6 +13,7 @@ replicated. Gradients have types too, because backward runs. After it, the gradi
 parameter must be replicated.
 """
 
+import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -354,7 +355,7 @@ SHARDS = "a tensor is sharded that differs on the tp ranks already"
 
 @contextmanager
 def _observed(mode: TypeMode, model: Model) -> Iterator[None]:
-    """Within this block, the collectives and the modules of a model tell the mode what runs."""
+    """Within this block, the collectives and the modules of a model report to the mode."""
     run = collectives._run
     entering = [
         (regions._CopyToTensorParallel, 0, ENTERS),
@@ -416,23 +417,29 @@ def _needs_equal_inputs(module: nn.Module) -> bool:
     )
 
 
+@functools.cache
+def _arguments_of(function: Any) -> list[tuple[str, bool, bool]]:
+    """Return, for each argument of an operator, its name, whether it is written, and whether it
+    needs its keyword."""
+    return [
+        (each.name, each.alias_info is not None and each.alias_info.is_write, each.kwarg_only)
+        for each in function._schema.arguments
+    ]
+
+
 def _written_and_read(
     function: Any, name: str, arguments: tuple, options: dict
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the tensors that an operator writes, and those that it reads."""
     written, read = [], []
-    for number, argument in enumerate(function._schema.arguments):
-        if argument.name in options:
-            value = options[argument.name]
-        elif number < len(arguments) and not argument.kwarg_only:
-            value = arguments[number]
-        else:
+    for number, (key, writes, needs_keyword) in enumerate(_arguments_of(function)):
+        value = options.get(key) if needs_keyword or key in options else arguments[number:][:1]
+        if value is None or isinstance(value, bool | int | float):
             continue
         tensors = tensors_in(value)
-        writes = argument.alias_info is not None and argument.alias_info.is_write
         if writes:
             written += tensors
-        if not writes or not (argument.kwarg_only or name in ("copy_", "zero_", "fill_")):
+        if not writes or not (needs_keyword or name in ("copy_", "zero_", "fill_")):
             read += tensors
     return written, read
 
@@ -447,8 +454,8 @@ def _all_new(function: Any, results: Sequence) -> list[bool]:
 
 @contextmanager
 def _run_as(gpu: bool) -> Iterator[None]:
-    """Within this block, products and the loss run as on GPUs, with communication beside products
-    and a loss in pieces; otherwise as on CPUs."""
+    """Within this block, stages run as on GPUs: products overlap with communication, and the loss
+    is computed in pieces. gpu: if False, they run as on CPUs."""
 
     def hides(x: torch.Tensor) -> bool:
         return gpu and torch.is_grad_enabled()
@@ -469,8 +476,9 @@ def check_types(
 ) -> list[str]:
     """Check the types of all tensors of a model in a layout, without processes.
 
-    Each kind of stage runs once, on the first and on the last tp rank. Layouts may be larger than
-    this machine.
+    Each kind of stage runs on the meta device, on the first and on the last tp rank. Layouts may be
+    larger than this machine. Missing and doubled sums are found; values, order and scale are not
+    checked: see docs/proof.md.
 
     Args:
         model: A config object, or a name as in `from_config`. The name of a family selects its tiny
@@ -483,6 +491,9 @@ def check_types(
 
     Raises:
         UserError: The layout is invalid.
+
+    Example:
+        check_types("llama-7b", "tp8pp16cp4dp64")  # []
     """
     config = find_config(tiny_preset(model)) if isinstance(model, str) else model
     layout = Layout.named(layout) if isinstance(layout, str) else layout
