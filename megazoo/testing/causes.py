@@ -152,17 +152,19 @@ class Comparison:
         """Compare the seeds of a Dropout on two ranks.
 
         Ranks with the same tokens must have the same seeds, except tp ranks inside a
-        tensor-parallel region. In any other case the seeds must differ.
+        tensor-parallel region. In any other case the seeds must differ. Under sequence parallelism
+        tp ranks never have the same tokens outside of these regions.
         """
         draws, before = self.ranks[other].draws[site], self.ranks[one].draws.get(site)
         theirs = before.seeds if before else []
         a, b = self.ranks[one].coordinates, self.ranks[other].coordinates
         same_tokens = (a["dp"], a["cp"]) == (b["dp"], b["cp"])
         where = self._on([one, other])
-        if theirs and same_tokens and not draws.parallel and draws.seeds != theirs:
+        differs = draws.parallel or self.layout.sequence_parallel or not same_tokens
+        if theirs and not differs and draws.seeds != theirs:
             text = f"dropout {site}: different masks {where}, of what they share"
             yield Finding(text, usual.DROPOUT_EQUAL)
-        if (draws.parallel or not same_tokens) and set(draws.seeds) & set(theirs):
+        if differs and set(draws.seeds) & set(theirs):
             yield Finding(f"dropout {site}: the same masks {where}", usual.DROPOUT_DIFFERENT)
 
     def _labels(self) -> Iterator[Finding]:

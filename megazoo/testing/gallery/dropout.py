@@ -166,3 +166,22 @@ def dropout_in_evaluation():
 def dropout_in_step_across_replicas():
     """Replicas, or parts of a sequence, use the same mask for different tokens."""
     return replaced(batch, "derive_seed", lambda derive: lambda *what: derive(*what[:-1]))
+
+
+@bug(
+    "",
+    "The same dropout on all parts of a sequence under sequence parallelism",
+    r"dropout .*: the same masks on ranks 0 ",
+    layout="tp2+sp",
+)
+def same_masks_of_sequence_parts():
+    """Dropout outside of the tensor-parallel region draws the same mask on all tp ranks."""
+
+    def make(init):
+        def initialised(self, probability, parallel=False, *, ctx=None):
+            init(self, probability, parallel, ctx=ctx)
+            self.parallel = parallel
+
+        return initialised
+
+    return replaced(Dropout, "__init__", make)
