@@ -178,8 +178,8 @@ def same_masks_of_sequence_parts():
     """Dropout outside of the tensor-parallel region draws the same mask on all tp ranks."""
 
     def make(init):
-        def initialised(self, probability, parallel=False, *, ctx=None):
-            init(self, probability, parallel, ctx=ctx)
+        def initialised(self, probability, *, parallel=False, ctx=None):
+            init(self, probability, parallel=parallel, ctx=ctx)
             self.parallel = parallel
 
         return initialised
