@@ -14,7 +14,7 @@ from megazoo.testing.distances import parameter_distances
 OPTIMIZERS = ("adamw", "muon")
 # eps is large, because with a small eps gradients that are only rounding errors cause full steps.
 SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-3, "weight_decay": 0.1}
-OF_MATRICES = {"lr": 1e-3, "momentum": 0.95, "ns_steps": 5, "weight_decay": 0.1}
+OF_MATRICES = {"lr": 2e-3, "momentum": 0.95, "ns_steps": 5, "weight_decay": 0.1}
 CLIP = 0.1  # small enough that gradients are clipped
 LOSS_SCALE = 2.0**10  # only in layouts, not in one process; a power of two is exact in fp32
 

@@ -38,7 +38,13 @@ from megazoo.testing.causes import Finding
 from megazoo.testing.check import check_layouts, run_in_one_process, subject_of
 from megazoo.testing.distances import parameter_distances, relative
 from megazoo.testing.layouts import Layout
-from megazoo.testing.optimizer_trial import LOSS_SCALE, make_optimizer
+from megazoo.testing.optimizer_trial import (
+    LOSS_SCALE,
+    OF_MATRICES,
+    SETTINGS,
+    make_optimizer,
+    matrix_rows_of,
+)
 from megazoo.testing.ranks import RankError, RankPool
 from megazoo.testing.trial import Subject, build
 
@@ -294,11 +300,16 @@ class ResumeComparison:
             yield Finding(f"resume: step {step} has other samples {where}", usual.RESUMED_ORDER)
 
     def _rates(self, step: int) -> Iterator[Finding]:
-        """Compare the learning rate and the weight decay of each parameter."""
+        """Compare the learning rate and the weight decay of each parameter with their
+        definition."""
         for name, expected in self.expected.rates[step].items():
-            found = [rank.rates[step].get(name, expected) for rank in self.ranks]
-            if where := self._on(lambda rank, n=name, e=expected: rank.rates[step].get(n, e) != e):
-                lr, decay = next(each for each in found if each != expected)
+
+            def differs(rank: Resumed, name=name, expected=expected) -> bool:
+                pairs = zip(rank.rates[step].get(name, expected), expected, strict=True)
+                return not all(math.isclose(*pair, rel_tol=1e-9) for pair in pairs)
+
+            if where := self._on(differs):
+                lr, decay = next(r.rates[step][name] for r in self.ranks if differs(r))
                 text = f"learning rate {lr:g} and weight decay {decay:g}"
                 then = "{:g} and {:g}".format(*expected)
                 text = f"resume: {name}: {text} instead of {then} at step {step} {where}"
@@ -360,6 +371,7 @@ def train_without_a_stop(subject: Subject, path: Path) -> None:
     with subject.within():
         model, optimizer, run = _started(subject, Layout(), ParallelContext())
         for step in _train(run, model, optimizer, Layout()):
+            run.rates[step] = _rates_by_definition(model, subject.optimizer, step)
             run.states[step] = {
                 kind: {name: tensor.clone() for name, (tensor, _) in states.items()}
                 for kind, states in _states_of(model, optimizer).items()
@@ -469,6 +481,24 @@ def _take_step(
     run.losses[step] = loss.item()
     optimizer.step()
     run.scales[step] = model.engine.loss_scale.state()
+
+
+def _rates_by_definition(model: Any, optimizer: str, step: int) -> dict[str, tuple[float, float]]:
+    """Return the learning rate and the weight decay that each trained parameter must have in a
+    step: a linear warm-up, then a cosine. Matrices of Muon have the rate of Muon, and AdamW's is
+    proportional to it. Only tensors with two or more dimensions have weight decay."""
+    peak, warmup, steps = SCHEDULE["lr"], SCHEDULE["warmup_steps"], SCHEDULE["steps"]
+    fraction = max(0, step - warmup) / (steps - warmup)
+    rate = peak * min(1, step / warmup) * (1 + math.cos(math.pi * fraction)) / 2
+    matrices = matrix_rows_of(optimizer, model)
+    ratio = SETTINGS["lr"] / OF_MATRICES["lr"] if matrices else 1.0
+    rates = {}
+    for entry in model.trained_entries():
+        own = entry.name in matrices
+        decay = OF_MATRICES["weight_decay"] if own else SETTINGS["weight_decay"]
+        dimensions = entry.parameter.dim()
+        rates[entry.name] = rate if own else rate * ratio, decay if dimensions > 1 else 0.0
+    return rates
 
 
 @contextmanager

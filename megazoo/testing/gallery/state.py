@@ -15,6 +15,7 @@ from megazoo.optim.adamw import AdamW
 from megazoo.optim.base import MASTER
 from megazoo.optim.loss_scale import LossScale
 from megazoo.parallel.random import derive_seed
+from megazoo.testing import resume
 from megazoo.testing.gallery.planting import bug, replaced
 
 
@@ -265,6 +266,23 @@ def halves_of_adapters():
         return swapped
 
     return replaced(TensorSource, "read_into", make)
+
+
+@bug(
+    "N45",
+    "A warm-up that begins with the learning rate 0",
+    r"resume: .*: learning rate 0\.00133333 and weight decay .* instead of 0\.002 and ",
+    layout="tp2:tp2",
+    source="gpt-neox #1379",
+    link="https://github.com/EleutherAI/gpt-neox/issues/1379",
+)
+def warm_up_from_zero():
+    """The learning rate of a step is that of the step before."""
+
+    def make(learning_rate):
+        return lambda step, **settings: learning_rate(step - 1, **settings) if step > 1 else 0.0
+
+    return replaced(resume, "learning_rate", make)
 
 
 @bug(
