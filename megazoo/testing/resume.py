@@ -344,7 +344,7 @@ class ResumeComparison:
             yield Finding(text, usual.of_resumed(kind))
 
     def _on(self, is_wrong: Callable[[Resumed], object]) -> str:
-        """Name the ranks that a function returns True for; "" if there are none."""
+        """Name the ranks that a function returns True for; "" for no rank."""
         places = [rank.place for rank in self.ranks if is_wrong(rank)]
         more = f" and {len(places) - 2} more" if len(places) > 2 else ""
         return f"on rank{'s' * (len(places) > 1)} {', '.join(places[:2])}{more}" if places else ""

@@ -28,7 +28,7 @@ MEANS = (
     "the whole global batch"
 )
 LOSS = (
-    "the softmax counts columns that are no tokens, or all columns on each rank; targets are not "
+    "the softmax counts columns that are not tokens, or all columns on each rank; targets are not "
     "cut as the logits are; or the loss is not summed over the ranks that have a part of it, or is "
     "divided by a part's own labels"
 )
@@ -42,8 +42,7 @@ NORM = (
 )
 DECAY = "a parameter is in the wrong group of the optimizer: frozen, norms and biases don't decay"
 OPTIMIZER = (
-    "the optimizer's step is not that of the paper, whatever the layout, or is meant for "
-    "parameters of another kind"
+    "the optimizer's step is not that of the paper, or is meant for parameters of another kind"
 )
 OVERFLOW = "each rank looks at its own gradients, and no maximum is taken over all ranks"
 GENERATOR = (
@@ -92,7 +91,7 @@ def of_activations(kind: str, name: str, clue: Clue | None, step: int, layout: L
     if clue and clue.everywhere and layout.tp > 1:
         return "every rank adds the bias to its part before the sum over tp"
     if clue and clue.everywhere:
-        return "a bias is added twice, left out, or another layer's"
+        return "a bias is added twice, omitted, or another layer's"
     if clue and clue.reordered:
         return "parts are gathered in another order of the ranks, or cut in another"
     if clue and "tp" in clue.sums and math.isclose(clue.sums["tp"], 1, rel_tol=1e-3):
@@ -188,7 +187,9 @@ def of_error(text: str, layout: Layout) -> str:
 def of_gradients(clue: Clue | None, place: Place, layout: Layout) -> str:
     """Return the usual cause of a gradient that differs."""
     if clue and clue.factor == 0:
-        return "the gradient is lost on its way: a graph that is cut, or a parameter left out"
+        return (
+            "the gradient is lost on its way: a graph that is cut, or a parameter that is omitted"
+        )
     if clue and layout.pp > 1 and _is(clue.factor * micro_batches_of(layout.dp), 1):
         return "stages before the last divide by the number of micro-batches again"
     if clue and not math.isnan(clue.factor):
