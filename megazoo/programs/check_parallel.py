@@ -16,9 +16,9 @@ where the difference starts and the usual cause. Exits 1 if a layout fails.
 
 --resume checks that a run resumes as if it had never stopped. Each layout trains two steps, and
 saves a checkpoint. The same layout and the next one of --layouts load it; tp2:pp2 names one such
-pair. The loaded state must equal the saved one bit for bit: weights, master weights, moments, the
-loss scale and the number of steps. After two more steps, losses, samples, learning rates, gradient
-norms and all states must be those of one process that trained four steps.
+pair. The loaded weights, master weights and moments must equal the saved ones bit for bit. In two
+more steps, samples, learning rates, losses, gradient norms, the loss scale and (in float32) all
+states must be those of one process that trained four steps.
 
 --types starts no processes and trains no steps, so layouts may be larger than this machine. It
 computes whether each tensor is equal on the ranks of an axis, different, or a part of a sum, and
@@ -144,6 +144,10 @@ def check_options(options: Options) -> None:
             f"{options.ranks} at most {MOST_RANKS}"
         )
     check_number("tolerance", options.tolerance, 0)
+    if ":" in options.layouts and not options.resume:
+        raise UserError(f"--layouts {options.layouts} has a pair of layouts: it needs --resume")
+    if options.resume and options.steps != Options.steps:
+        raise UserError("--resume always trains four steps: remove --steps")
     other = [options.load, options.optimizer, options.steps, options.tolerance, options.resume]
     defaults = [None, Options.optimizer, Options.steps, Options.tolerance, False]
     if options.types and other != defaults:

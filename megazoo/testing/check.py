@@ -178,6 +178,11 @@ def run_in_one_process(pool: RankPool, function: Callable, *arguments: Any) -> N
         raise
 
 
+def last_line(error: RankError) -> str:
+    """Return the last line of the error of a rank, as on the rank where it began."""
+    return HEARD_OF.sub("", str(error).splitlines()[-1])
+
+
 def _check_program(
     pool: RankPool,
     subject: Subject,
@@ -195,8 +200,7 @@ def _check_program(
             program += pool.run(run_the_program, 1, *arguments, timeout=TIMEOUT)
         ranks = pool.run(run_the_program, layout.ranks, subject, layout, directory, timeout=TIMEOUT)
     except RankError as error:
-        last = HEARD_OF.sub("", str(error).splitlines()[-1])
-        verdict.cause = f"program: it ends with {last}"
+        verdict.cause = f"program: it ends with {last_line(error)}"
         return
     first = next(differences(ranks[0], program[0], tolerance), None)
     if first:
@@ -219,7 +223,7 @@ def _check_layout(
             timeout=TIMEOUT,
         )
     except RankError as error:
-        last = HEARD_OF.sub("", str(error).splitlines()[-1])
+        last = last_line(error)
         return Verdict(layout, cause=f"it ends with {last}", usual=usual.of_error(last, layout))
     expected = torch.load(record, weights_only=False, mmap=True)
     comparison = Comparison(layout, ranks, expected, tolerance)

@@ -16,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 from megazoo import pretrain
+from megazoo.environment import is_rank_zero
 from megazoo.lora.settings import ALL
 from megazoo.models.base import Model
 from megazoo.models.registry import FAMILIES
@@ -67,6 +68,8 @@ def run_the_program(subject: Subject, layout: Layout, directory: Path) -> Number
     numbers = Numbers(ranks=layout.ranks)
     arguments = _arguments(subject, layout, directory)
     metrics = directory / f"{layout}.jsonl"
+    if is_rank_zero():  # the metrics are appended
+        metrics.unlink(missing_ok=True)
     quiet = redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO())
     with subject.within(), _recorded(numbers), quiet[0], quiet[1]:
         pretrain.main([*arguments, "--metrics", str(metrics)])
@@ -82,8 +85,11 @@ def differences(found: Numbers, expected: Numbers, tolerance: float) -> Iterator
     losses = [record["eval_loss"] for record in found.logged if "eval_loss" in record]
     what = "the mean over the tokens of the evaluation"
     yield from _unlike("the logged eval_loss", losses, what, found.evaluated, tolerance)
-    for name, value in dict(found.values()).items():
-        other = dict(expected.values()).get(name, math.nan)
+    here, there = dict(found.values()), dict(expected.values())
+    for name in dict.fromkeys([*here, *there]):
+        value, other = (
+            math.nan if number is None else number for number in (here.get(name), there.get(name))
+        )
         most = tolerance * (10 if name.startswith("grad_norm") else 1)
         if not relative(abs(value - other), abs(other)) <= most:
             yield f"{name} is {value:.7g}, but {other:.7g} in one process"
@@ -149,8 +155,6 @@ def _arguments(subject: Subject, layout: Layout, directory: Path) -> list[str]:
     }  # fmt: skip
     if subject.lora_rank:
         flags["lora-targets"] = ALL
-    if subject.import_:
-        flags["import"] = subject.import_
     switches = ["--sequence-parallel"] if layout.sequence_parallel else []
     return [
         *(str(word) for name, value in flags.items() for word in (f"--{name}", value)),

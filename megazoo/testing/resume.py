@@ -35,7 +35,7 @@ from megazoo.parallel.random import derive_seed
 from megazoo.testing import usual
 from megazoo.testing.batches import ROWS, SEQUENCE, micro_batches_of
 from megazoo.testing.causes import Finding
-from megazoo.testing.check import check_layouts, run_in_one_process, subject_of
+from megazoo.testing.check import check_layouts, last_line, run_in_one_process, subject_of
 from megazoo.testing.distances import parameter_distances, relative
 from megazoo.testing.layouts import Layout
 from megazoo.testing.optimizer_trial import (
@@ -46,10 +46,10 @@ from megazoo.testing.optimizer_trial import (
     matrix_rows_of,
 )
 from megazoo.testing.ranks import RankError, RankPool
-from megazoo.testing.trial import Subject, build
+from megazoo.testing.trial import Subject, build, import_once
 
 STOP, LAST = 2, 4  # steps before the checkpoint, and of the whole run
-SAMPLES = 30  # of the dataset: an epoch ends within each step
+SAMPLES = 30  # of the dataset: epochs end within steps
 TIMEOUT = 600.0  # seconds per layout
 OF_LOW_PRECISION = 1e-2  # relative difference of a loss in bfloat16 between layouts
 SCHEDULE = {"schedule": "cosine", "lr": 2e-3, "min_lr": 0.0, "warmup_steps": 3, "steps": 6}
@@ -97,6 +97,7 @@ class Run:
         rates: Learning rate and weight decay of each trained parameter.
         seeds: Seeds of the dropout of each micro-batch.
         losses: Losses.
+        norms: Gradient norms.
         scales: States of the loss scale after the step.
         states: States of the parameters after the step, by kind and name; of one process only.
         distances: Distances of the states from those of one process, by kind and name.
@@ -106,6 +107,7 @@ class Run:
     rates: dict[int, dict[str, tuple[float, float]]] = field(default_factory=dict)
     seeds: dict[int, list[int]] = field(default_factory=dict)
     losses: dict[int, float] = field(default_factory=dict)
+    norms: dict[int, float] = field(default_factory=dict)
     scales: dict[int, dict] = field(default_factory=dict)
     states: dict[int, dict[str, dict[str, torch.Tensor]]] = field(default_factory=dict)
     distances: dict[int, dict[str, dict[str, float]]] = field(default_factory=dict)
@@ -182,15 +184,24 @@ def check_resume(
     with tempfile.TemporaryDirectory(prefix="megazoo-check-") as directory:
         pool, root = RankPool(), Path(directory)
         one = root / "one_process.pt"
-        runs: dict[Layout, Run] = {}
+        runs: dict[Layout, list[Run] | str] = {}  # of all ranks, or an error
         try:
             run_in_one_process(pool, train_without_a_stop, subject, one)
             for saved, resumed in pairs:
                 place = root / str(saved)
                 if saved not in runs:
                     arguments = (subject, saved, place)
-                    runs[saved] = pool.run(save_a_run, saved.ranks, *arguments, timeout=TIMEOUT)[0]
-                yield _check_pair(pool, subject, (saved, resumed), place, one, runs, tolerance)
+                    try:
+                        runs[saved] = pool.run(save_a_run, saved.ranks, *arguments, timeout=TIMEOUT)
+                    except RankError as error:
+                        runs[saved] = last_line(error)
+                saver = runs[saved]
+                if isinstance(saver, str):
+                    cause = f"the run that saves ends with {saver}"
+                    yield ResumeVerdict(saved, resumed, cause=cause)
+                else:
+                    pair = (saved, resumed)
+                    yield _check_pair(pool, subject, pair, place, one, saver, tolerance)
         finally:
             pool.close()
 
@@ -211,7 +222,7 @@ def pairs_of(names: Sequence[str]) -> list[tuple[Layout, Layout]]:
         if ":" in name:
             saved, _, resumed = name.partition(":")
             pairs.append((Layout.named(saved), Layout.named(resumed)))
-    return pairs
+    return list(dict.fromkeys(pairs))
 
 
 def _check_pair(
@@ -220,25 +231,29 @@ def _check_pair(
     pair: tuple[Layout, Layout],
     place: Path,
     one: Path,
-    runs: dict[Layout, Run],
+    saver: list[Run],
     tolerance: float,
 ) -> ResumeVerdict:
+    """Resume the run of a pair. saver: the records of the ranks that saved it."""
     saved, resumed = pair
     verdict = ResumeVerdict(saved, resumed)
     try:
         arguments = (subject, resumed, place, one)
         ranks = pool.run(resume_a_run, resumed.ranks, *arguments, timeout=TIMEOUT)
     except RankError as error:
-        verdict.cause = f"it ends with {str(error).splitlines()[-1]}"
+        last = last_line(error)
+        verdict.cause, verdict.usual = f"it ends with {last}", usual.of_error(last, resumed)
         return verdict
     expected: Run = torch.load(one, weights_only=False, mmap=True)
-    same = runs[saved] if saved == resumed else None
+    same = saver if saved == resumed else None
     is_exact = subject.dtype == "float32"
     comparison = ResumeComparison(ranks, expected, same, tolerance, is_exact)
     first = next(comparison.findings(), None)
-    losses = [abs(r.losses[s] / expected.losses[s] - 1) for r in ranks for s in r.losses]
-    weights = [max(r.distances[LAST][WEIGHTS].values(), default=0.0) for r in ranks]
-    verdict.loss, verdict.weight = max(losses), max(weights)
+    steps = [(rank, step) for rank in ranks for step in rank.losses if step in expected.losses]
+    losses = [abs(rank.losses[step] / expected.losses[step] - 1) for rank, step in steps]
+    last = [rank.distances.get(LAST, {}).get(WEIGHTS, {}).values() for rank in ranks]
+    verdict.loss = max(losses, default=math.nan)
+    verdict.weight = max((max(each) for each in last if each), default=math.nan)
     if first:
         verdict.cause, verdict.usual = first.text, first.usual
     return verdict
@@ -251,7 +266,7 @@ class ResumeComparison:
     Attributes:
         ranks: The records of the ranks.
         expected: The record of one process.
-        same: The record of the run that saved the checkpoint, which continued; None if it has
+        same: The records of the ranks that saved the checkpoint, and continued; None if they have
             another layout.
         tolerance: Relative differences above this count.
         is_exact: Whether layouts have the same weights, up to rounding errors of fp32.
@@ -259,7 +274,7 @@ class ResumeComparison:
 
     ranks: list[Resumed]
     expected: Run
-    same: Run | None
+    same: list[Run] | None
     tolerance: float
     is_exact: bool
 
@@ -267,6 +282,8 @@ class ResumeComparison:
         """Yield all differences in the order of the run."""
         yield from self._progress()
         yield from self._loaded()
+        if any(rank.step != STOP for rank in self.ranks):
+            return  # other steps were trained
         for step in range(STOP + 1, LAST + 1):
             yield from self._samples(step)
             yield from self._rates(step)
@@ -316,17 +333,26 @@ class ResumeComparison:
                 yield Finding(text, usual.RESUMED_RATES)
 
     def _dropout(self, step: int) -> Iterator[Finding]:
-        if self.same and self.ranks[0].seeds[step] != self.same.seeds[step]:
-            text = f"resume: the dropout of step {step} has other masks"
-            yield Finding(text, usual.RESUMED_DROPOUT)
+        """Compare the dropout seeds with those of the run that continued, in the same layout."""
+        for rank, same in zip(self.ranks, self.same or [], strict=False):
+            if rank.seeds[step] != same.seeds[step]:
+                text = f"resume: the dropout of step {step} has other seeds on rank {rank.place}"
+                yield Finding(text, usual.RESUMED_DROPOUT)
 
     def _losses(self, step: int) -> Iterator[Finding]:
-        expected = self.expected.losses[step]
-        most = (self.tolerance if self.is_exact else OF_LOW_PRECISION) * abs(expected)
+        expected = self.expected
+        loss = expected.losses[step]
+        most = (self.tolerance if self.is_exact else OF_LOW_PRECISION) * abs(loss)
         # also true for nan
-        if where := self._on(lambda rank: not abs(rank.losses[step] - expected) <= most):
-            text = f"{self.ranks[0].losses[step]:.7g} instead of {expected:.7g}"
+        if where := self._on(lambda rank: not abs(rank.losses[step] - loss) <= most):
+            text = f"{self.ranks[0].losses[step]:.7g} instead of {loss:.7g}"
             yield Finding(f"resume: loss: {text} at step {step} {where}", usual.RESUMED_LOSS)
+        norm = expected.norms[step]
+        most = (10 * self.tolerance if self.is_exact else 10 * OF_LOW_PRECISION) * abs(norm)
+        if where := self._on(lambda rank: not abs(rank.norms[step] - norm) <= most):
+            text = f"{self.ranks[0].norms[step]:.7g} instead of {norm:.7g}"
+            text = f"resume: gradient norm: {text} at step {step} {where}"
+            yield Finding(text, usual.RESUMED_LOSS)
 
     def _scale(self, step: int) -> Iterator[Finding]:
         """Compare the loss scale and its counters."""
@@ -372,6 +398,8 @@ def train_without_a_stop(subject: Subject, path: Path) -> None:
         model, optimizer, run = _started(subject, Layout(), ParallelContext())
         for step in _train(run, model, optimizer, Layout()):
             run.rates[step] = _rates_by_definition(model, subject.optimizer, step)
+            if step <= STOP:
+                continue
             run.states[step] = {
                 kind: {name: tensor.clone() for name, (tensor, _) in states.items()}
                 for kind, states in _states_of(model, optimizer).items()
@@ -381,6 +409,7 @@ def train_without_a_stop(subject: Subject, path: Path) -> None:
 
 def save_a_run(subject: Subject, layout: Layout, directory: Path) -> Run:
     """Train in a layout, save after STOP steps, and continue to the last step."""
+    import_once(subject.import_)  # first: the file can register the schedule
     with subject.within():
         ctx = layout.context()
         model, optimizer, run = _started(subject, layout, ctx)
@@ -397,6 +426,7 @@ def resume_a_run(subject: Subject, layout: Layout, directory: Path, one: Path) -
     """Resume a run in a layout, and compare its states with the saved ones, and with the record of
     one process."""
     expected: Run = torch.load(one, weights_only=False, mmap=True)
+    import_once(subject.import_)  # first: the file can register the schedule
     with subject.within():
         ctx = layout.context()
         model, optimizer, _ = _started(subject, layout, ctx, spoiled=True)
@@ -431,6 +461,8 @@ def _started(
                 entry.parameter.fill_(0.5)
     # three good steps double it, in the first step after the checkpoint
     model.engine.loss_scale = LossScale(LOSS_SCALE, growth_interval=STOP + 1)
+    if spoiled:
+        model.engine.loss_scale.value, model.engine.loss_scale.patience = LOSS_SCALE / 4, 1
     optimizer = make_optimizer(subject.optimizer, model, layout.zero, subject.offload)
     return model, optimizer, Run()
 
@@ -478,8 +510,7 @@ def _take_step(
         for name in group["names"]
     }
     run.seeds[step] = seeds
-    run.losses[step] = loss.item()
-    optimizer.step()
+    run.losses[step], run.norms[step] = loss.item(), optimizer.step().item()
     run.scales[step] = model.engine.loss_scale.state()
 
 
@@ -573,7 +604,14 @@ def _distances_from_saved(
                 empty = torch.full(specs[name].shape, math.nan, dtype=torch.float64)
                 whole.setdefault((kind, name), empty)[box][there] = values[there].double()
     distances: dict[str, dict[str, float]] = {}
-    for kind, name, box, values, there in _boxes(model, _states_of(model, optimizer)):
+    states = _states_of(model, optimizer)
+    trained = {entry.name for entry in optimizer.entries}
+    distances |= {
+        kind: {name: math.inf}
+        for kind, name in whole
+        if name in trained and name not in states.get(kind, {})
+    }
+    for kind, name, box, values, there in _boxes(model, states):
         found, distance = values[there].double(), math.inf
         if (kind, name) in whole:
             saved = whole[kind, name][box][there]

@@ -54,7 +54,10 @@ OTHER_STAGES = (
     "activations and the MicroBatch only"
 )
 RESUMED_STATE = "the state is created again after loading, or is not in the checkpoint"
-RESUMED_RATES = "the groups of parameters are matched by too few keys, or by their position"
+RESUMED_RATES = (
+    "the groups of parameters are matched by too few keys or by their position, or the schedule counts "
+    "its steps from another one"
+)
 RESUMED_ORDER = "the samples that were consumed are skipped twice, in each epoch, or not at all"
 RESUMED_DROPOUT = "set-up or loading draws from the generator of the dropout"
 RESUMED_LOSS = "a state that is not compared is not in the checkpoint, or is not loaded"
