@@ -28,7 +28,7 @@ from megazoo.testing.batches import ROWS
 from megazoo.testing.causes import Comparison
 from megazoo.testing.layouts import Layout
 from megazoo.testing.optimizer_trial import OPTIMIZERS
-from megazoo.testing.program import Numbers, differences, run_the_program
+from megazoo.testing.program import Numbers, differences, run_the_program, write_inputs
 from megazoo.testing.ranks import RankError, RankPool
 from megazoo.testing.trial import Subject, train_in_one_process, train_on_a_rank
 
@@ -196,6 +196,7 @@ def _check_program(
     layout = verdict.layout
     try:
         if not program:
+            write_inputs(subject, directory)
             arguments = (subject, Layout(), directory)
             program += pool.run(run_the_program, 1, *arguments, timeout=TIMEOUT)
         ranks = pool.run(run_the_program, layout.ranks, subject, layout, directory, timeout=TIMEOUT)

@@ -7,6 +7,7 @@ from unittest import mock
 
 import torch
 
+from megazoo.engine import batch as batches
 from megazoo.layers import Dropout
 from megazoo.models.registry import from_config
 from megazoo.parallel.context import ParallelContext
@@ -83,3 +84,16 @@ def _recorded():
 
     with mock.patch.object(Dropout, "draw", recorded):
         yield drawn
+
+
+@contextmanager
+def recorded_seeds():
+    """Within this block, record the dropout seed of each micro-batch in the yielded list."""
+    cut, seeds = batches._cut, []
+
+    def recorded(*arguments, dropout_seeds, **options):
+        seeds.extend(dropout_seeds)
+        return cut(*arguments, dropout_seeds=dropout_seeds, **options)
+
+    with mock.patch.object(batches, "_cut", recorded):
+        yield seeds

@@ -8,7 +8,7 @@ mean over the tokens of all validation batches, not the mean of their means.
 import io
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,12 +22,14 @@ from megazoo.models.base import Model
 from megazoo.models.registry import FAMILIES
 from megazoo.testing.batches import ROWS, micro_batches_of
 from megazoo.testing.distances import relative
+from megazoo.testing.draws import recorded_seeds
 from megazoo.testing.layouts import Layout
 from megazoo.testing.trial import Subject
 
 STEPS, EVALUATED = 2, 2
 SEQUENCE = 24  # tokens
 VOCABULARY = 264  # at least the 257 tokens of the byte tokenizer
+CONFIG, DATA = "model.json", "rows.jsonl"
 PEAK = 0.5  # TFLOP/s, for the MFU
 
 
@@ -36,12 +38,14 @@ class Numbers:
     """What the program returned and logged in a run.
 
     Attributes:
+        seeds: Dropout seed of each micro-batch in training.
         returned: Loss of each step, as `train_batch` returned it.
         evaluated: Mean loss over the tokens of all batches of each evaluation.
         logged: The metrics of each step.
         ranks: Number of ranks.
     """
 
+    seeds: list[int] = field(default_factory=list)
     returned: list[float] = field(default_factory=list)
     evaluated: list[float] = field(default_factory=list)
     logged: list[dict[str, Any]] = field(default_factory=list)
@@ -63,16 +67,26 @@ class Numbers:
                 yield f"mfu / tflops of {when}", record["mfu"] / record["tflops"]
 
 
-def run_the_program(subject: Subject, layout: Layout, directory: Path) -> Numbers:
-    """Run the training program on this rank. Rank 0 reads its metrics."""
+def run_the_program(
+    subject: Subject, layout: Layout, directory: Path, name: str = "", flags: Sequence[str] = ()
+) -> Numbers:
+    """Run the training program on this rank. Rank 0 reads its metrics.
+
+    Args:
+        subject: The model.
+        layout: The layout.
+        directory: Where `write_inputs` has written the config and the data.
+        name: Of the run; different for each run of a layout.
+        flags: Further flags.
+    """
     numbers = Numbers(ranks=layout.ranks)
     arguments = _arguments(subject, layout, directory)
-    metrics = directory / f"{layout}.jsonl"
+    metrics = directory / f"{layout}{name}.jsonl"
     if is_rank_zero():  # the metrics are appended
         metrics.unlink(missing_ok=True)
     quiet = redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO())
     with subject.within(), _recorded(numbers), quiet[0], quiet[1]:
-        pretrain.main([*arguments, "--metrics", str(metrics)])
+        pretrain.main([*arguments, "--metrics", str(metrics), *flags])
     if metrics.is_file():
         numbers.logged = [json.loads(line) for line in metrics.read_text().splitlines()]
     return numbers
@@ -95,6 +109,23 @@ def differences(found: Numbers, expected: Numbers, tolerance: float) -> Iterator
             yield f"{name} is {value:.7g}, but {other:.7g} in one process"
 
 
+def differences_of_resumed(
+    whole: list[Numbers], resumed: list[Numbers], tolerance: float
+) -> Iterator[str]:
+    """Yield a sentence for each number that differs after a run is resumed. whole: of a run that
+    did not stop, of all ranks. resumed: of the run that was resumed after the first step."""
+    for rank, (one, other) in enumerate(zip(whole, resumed, strict=True)):
+        if one.seeds[-len(other.seeds) :] != other.seeds:
+            yield f"the resumed run has other dropout seeds on rank {rank}"
+    expected = {name: value for name, value in whole[0].values() if name.endswith(f"step {STEPS}")}
+    found = dict(resumed[0].values())
+    for name, value in expected.items():
+        now = found.get(name, math.nan)
+        if not relative(abs(now - value), abs(value)) <= 10 * tolerance:
+            text = f"{name} is {now:.7g} in the resumed run"
+            yield f"{text}, but {value:.7g} in one that did not stop"
+
+
 def _unlike(
     what: str, values: list[float], of: str, expected: list[float], tolerance: float
 ) -> Iterator[str]:
@@ -105,13 +136,26 @@ def _unlike(
         yield f"{what} has {len(values)} values, not {len(expected)}"
 
 
+def write_inputs(subject: Subject, directory: Path) -> None:
+    """Write the config of the model and the data of the runs. The model has the vocabulary of the
+    byte tokenizer, and no dropout."""
+    values = {**subject.values, "vocab_size": VOCABULARY}
+    values |= {name: 0.0 for name in values if name.endswith("dropout")}
+    (directory / CONFIG).write_text(json.dumps({"model": subject.family, **values}))
+    lengths = [18 if n % 8 == 3 or n > 80 else 1 + n % 3 for n in range(4 * ROWS)]  # uneven
+    rows = [{"prompt": "ab", "completion": "c" * length} for length in lengths]
+    (directory / DATA).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 @contextmanager
 def _recorded(numbers: Numbers) -> Iterator[None]:
     """Within this block, record what the model returns to the program."""
     train, evaluate, parts = Model.train_batch, Model.eval_batch, []
 
     def train_batch(self, *arguments, **options):
-        loss = train(self, *arguments, **options)
+        with recorded_seeds() as seeds:
+            loss = train(self, *arguments, **options)
+        numbers.seeds += seeds
         numbers.returned.append(loss.item())
         return loss
 
@@ -132,16 +176,8 @@ def _recorded(numbers: Numbers) -> Iterator[None]:
 
 
 def _arguments(subject: Subject, layout: Layout, directory: Path) -> list[str]:
-    """Return the flags of the run. The model has the vocabulary of the byte tokenizer, and no
-    dropout."""
-    values = {**subject.values, "vocab_size": VOCABULARY}
-    values |= {name: 0.0 for name in values if name.endswith("dropout")}
-    config, data = directory / "model.json", directory / "rows.jsonl"
-    if layout == Layout():  # one process runs first
-        lengths = [18 if n % 8 == 3 or n > 80 else 1 + n % 3 for n in range(4 * ROWS)]  # uneven
-        rows = [{"prompt": "ab", "completion": "c" * length} for length in lengths]
-        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        config.write_text(json.dumps({"model": subject.family, **values}))
+    """Return the flags of the run."""
+    config, data = directory / CONFIG, directory / DATA
     longest = FAMILIES[subject.family].longest_sequence(subject.config)
     rows = ROWS // layout.dp // micro_batches_of(layout.dp)  # of a micro-batch
     flags: dict[str, Any] = {

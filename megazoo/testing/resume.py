@@ -11,11 +11,10 @@ that a resumed run continues in the middle of an epoch.
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -24,7 +23,6 @@ from megazoo import checkpoint
 from megazoo.data.loading import Batches
 from megazoo.data.order import Blend
 from megazoo.data.samples import Sample, sample_of
-from megazoo.engine import batch as batches
 from megazoo.errors import check_number
 from megazoo.layers.cross_entropy import IGNORE_INDEX
 from megazoo.optim.base import MASTER
@@ -37,6 +35,7 @@ from megazoo.testing.batches import ROWS, SEQUENCE, micro_batches_of
 from megazoo.testing.causes import Finding
 from megazoo.testing.check import check_layouts, last_line, run_in_one_process, subject_of
 from megazoo.testing.distances import parameter_distances, relative
+from megazoo.testing.draws import recorded_seeds
 from megazoo.testing.layouts import Layout
 from megazoo.testing.optimizer_trial import (
     LOSS_SCALE,
@@ -45,6 +44,7 @@ from megazoo.testing.optimizer_trial import (
     make_optimizer,
     matrix_rows_of,
 )
+from megazoo.testing.program import differences_of_resumed, run_the_program, write_inputs
 from megazoo.testing.ranks import RankError, RankPool
 from megazoo.testing.trial import Subject, build, import_once
 
@@ -256,7 +256,34 @@ def _check_pair(
     verdict.weight = max((max(each) for each in last if each), default=math.nan)
     if first:
         verdict.cause, verdict.usual = first.text, first.usual
+    elif saved == resumed and is_exact and not subject.lora_rank:
+        _check_program(pool, subject, verdict, Path(f"{place}_program"), tolerance)
     return verdict
+
+
+def _check_program(
+    pool: RankPool, subject: Subject, verdict: ResumeVerdict, directory: Path, tolerance: float
+) -> None:
+    """Run the training program, and resume it after the first step. Set the cause of the verdict if
+    the second step differs."""
+    layout, runs = verdict.saved, []
+    directory.mkdir()
+    write_inputs(subject, directory)
+    save, first_step = directory / "run", directory / "run" / "step_00000001"
+    for name, flags in {
+        "whole": ["--save", str(save), "--save-interval", "1"],
+        "resumed": ["--load", str(first_step)],
+    }.items():
+        arguments = (subject, layout, directory, name, flags)
+        try:
+            ranks = pool.run(run_the_program, layout.ranks, *arguments, timeout=TIMEOUT)
+        except RankError as error:
+            verdict.cause = f"program: the {name} run ends with {last_line(error)}"
+            return
+        runs.append(ranks)
+    text = next(differences_of_resumed(*runs, tolerance), None)
+    if text:
+        verdict.cause, verdict.usual = f"program: {text}", usual.PROGRAM_RESUMED
 
 
 @dataclass(frozen=True)
@@ -496,7 +523,7 @@ def _take_step(
 ) -> None:
     """Train a step on a batch, and record it."""
     run.batches[step] = _sums_of_rows(batch, model.ctx)
-    with _dropout_seeds() as seeds:
+    with recorded_seeds() as seeds:
         loss = model.train_batch(
             **batch,
             num_microbatches=micro_batches_of(layout.dp),
@@ -530,19 +557,6 @@ def _rates_by_definition(model: Any, optimizer: str, step: int) -> dict[str, tup
         dimensions = entry.parameter.dim()
         rates[entry.name] = rate if own else rate * ratio, decay if dimensions > 1 else 0.0
     return rates
-
-
-@contextmanager
-def _dropout_seeds():
-    """Within this block, record the dropout seed of each micro-batch in the yielded list."""
-    cut, seeds = batches._cut, []
-
-    def recorded(*arguments, dropout_seeds, **options):
-        seeds.extend(dropout_seeds)
-        return cut(*arguments, dropout_seeds=dropout_seeds, **options)
-
-    with mock.patch.object(batches, "_cut", recorded):
-        yield seeds
 
 
 States = dict[str, dict[str, tuple[torch.Tensor, tuple[int, int]]]]

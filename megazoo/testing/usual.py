@@ -55,12 +55,13 @@ OTHER_STAGES = (
 )
 RESUMED_STATE = "the state is created again after loading, or is not in the checkpoint"
 RESUMED_RATES = (
-    "the groups of parameters are matched by too few keys or by their position, or the schedule counts "
-    "its steps from another one"
+    "the groups of parameters are matched by too few keys or by their position, or the schedule "
+    "counts its steps from another one"
 )
 RESUMED_ORDER = "the samples that were consumed are skipped twice, in each epoch, or not at all"
 RESUMED_DROPOUT = "set-up or loading draws from the generator of the dropout"
 RESUMED_LOSS = "a state that is not compared is not in the checkpoint, or is not loaded"
+PROGRAM_RESUMED = "the program counts its steps or samples from 0 after --load"
 PROGRAM = "a sum or a mean over the ranks of an axis is missing or doubled in what is printed"
 _PARTS = (
     "heads, positions, masks, another order of tokens or another cut of a fused weight: often "

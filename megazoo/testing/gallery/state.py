@@ -9,6 +9,7 @@ import torch.distributed as dist
 from megazoo.checkpoint import loading
 from megazoo.checkpoint.source import TensorSource
 from megazoo.data.loading import Batches
+from megazoo.engine.calls import BatchCalls
 from megazoo.lora import settings
 from megazoo.lora.settings import LoRASettings
 from megazoo.optim.adamw import AdamW
@@ -359,3 +360,21 @@ def moments_begin_again():
             yield
 
     return planted()
+
+
+@bug(
+    "",
+    "Dropout of a resumed program that begins with the first step",
+    r"program: the resumed run has other dropout seeds on rank 0",
+    layout="tp2:tp2",
+)
+def steps_counted_from_the_start():
+    """The program does not pass the number of the step to the model."""
+
+    def make(train_batch):
+        def without_step(self, *arguments, step=None, **options):
+            return train_batch(self, *arguments, **options)
+
+        return without_step
+
+    return replaced(BatchCalls, "train_batch", make)
