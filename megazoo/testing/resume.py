@@ -281,7 +281,7 @@ def _check_program(
             verdict.cause = f"program: the {name} run ends with {last_line(error)}"
             return
         runs.append(ranks)
-    text = next(differences_of_resumed(*runs, tolerance), None)
+    text = next(differences_of_resumed(runs[0], runs[1], tolerance), None)
     if text:
         verdict.cause, verdict.usual = f"program: {text}", usual.PROGRAM_RESUMED
 

@@ -6,10 +6,10 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
+from megazoo import pretrain
 from megazoo.checkpoint import loading
 from megazoo.checkpoint.source import TensorSource
 from megazoo.data.loading import Batches
-from megazoo.engine.calls import BatchCalls
 from megazoo.lora import settings
 from megazoo.lora.settings import LoRASettings
 from megazoo.optim.adamw import AdamW
@@ -371,10 +371,12 @@ def moments_begin_again():
 def steps_counted_from_the_start():
     """The program does not pass the number of the step to the model."""
 
-    def make(train_batch):
-        def without_step(self, *arguments, step=None, **options):
-            return train_batch(self, *arguments, **options)
+    def make(train):
+        def without_steps(run, model, *arguments):
+            train_batch = model.train_batch
+            model.train_batch = lambda *batch, step, **options: train_batch(*batch, **options)
+            train(run, model, *arguments)
 
-        return without_step
+        return without_steps
 
-    return replaced(BatchCalls, "train_batch", make)
+    return replaced(pretrain, "train", make)
