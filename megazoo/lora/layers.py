@@ -72,16 +72,17 @@ class Adapter(Layer):
         self.dropout = Dropout(dropout, ctx=ctx)
         # also with sequence parallelism: x is gathered by then, the same on each tp rank
         self.dropout.parallel = inputs_cut is not None
-        bound = inputs**-0.5
         stack, matrices = ((experts,), experts.parts) if experts else ((), ())
         is_cut = outputs_cut or inputs_cut
-        for name, shape, cut in (
-            ("A", (rank, inputs), inputs_cut),
-            ("B", (outputs, rank), outputs_cut),
-        ):
+
+        def add(name: str, rows: int, columns: int, cut: Shard | None, bound: float) -> None:
             shards = (*stack, cut) if cut else stack
-            spec = ParameterSpec((*matrices, *shape), shards, partial=bool(is_cut) and not cut)
-            self.add_parameter(name, replace(spec, bound=bound if name == "A" else 0.0, added=True))
+            partial = bool(is_cut) and not cut  # the other factor is sharded
+            spec = ParameterSpec((*matrices, rows, columns), shards, bound=bound, partial=partial)
+            self.add_parameter(name, replace(spec, added=True))
+
+        add("A", rank, inputs, inputs_cut, inputs**-0.5)
+        add("B", outputs, rank, outputs_cut, 0.0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.project_up(self.project_down(x))

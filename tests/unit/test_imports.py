@@ -29,8 +29,9 @@ ORDER = [
     ("models",),
     ("data", "evaluation", "lora", "planning"),
     ("cli",),
-    ("compat", "testing"),
-    ("programs", "pretrain", "__main__"),
+    ("compat", "pretrain"),
+    ("testing",),  # it runs the training program
+    ("programs", "__main__"),
 ]
 CHECKING = "TYPE_CHECKING"
 LEVEL = {part: level for level, parts in enumerate(ORDER) for part in parts}
