@@ -25,6 +25,9 @@ PRELOADED = [
 ]
 
 
+PATIENCE = 5.0  # seconds until a process that should end is killed
+
+
 class RankError(RuntimeError):
     """A function failed or timed out on a rank. The text contains the rank's traceback."""
 
@@ -93,18 +96,21 @@ class RankPool:
                     failures[rank] = failure
                 results[rank] = value
         if failures:
-            self.close()
+            self.close(hung=True)
             raise RankError(
                 "\n".join(f"rank {rank} of {world_size}: {text}" for rank, text in failures.items())
             )
         return [results[rank] for rank in range(world_size)]
 
-    def close(self) -> None:
-        """End all processes."""
-        for process, pipe in self._workers:
+    def close(self, hung: bool = False) -> None:
+        """End all processes. hung: kill them; otherwise they may end by themselves first, which
+        frees their semaphores."""
+        for _, pipe in self._workers:
+            pipe.close()
+        for process, _ in self._workers:
+            process.join(0 if hung else PATIENCE)
             process.kill()
             process.join()
-            pipe.close()
         self._workers = []
 
 

@@ -78,7 +78,8 @@ def title_of(bug) -> str:
 def test_a_planted_bug_is_found_and_named(bug):
     outcome = outcome_of(bug)
     assert outcome.found, outcome.cause
-    assert outcome.usual or bug.layout == "transformers"
+    is_error = str(outcome.cause).startswith("it ends with")  # which is a cause of its own
+    assert outcome.usual or is_error or bug.layout == "transformers"
 
 
 @pytest.mark.parametrize(("owner", "part", "bug"), sampled(ALL_PARTS, 3, seed=1))
