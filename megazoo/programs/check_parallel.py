@@ -29,6 +29,7 @@ prints a table in Markdown of the causes found. Exits 1 if a bug is not found, o
 named.
 """
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -44,6 +45,7 @@ from megazoo.models.pretrained import open_source
 from megazoo.models.registry import find_config, tiny_preset
 from megazoo.testing import (
     Layout,
+    ResumeVerdict,
     Verdict,
     all_layouts,
     check_parallel,
@@ -99,7 +101,7 @@ class Options(ImportOption):
     """Store the state of the optimizer on the CPU, for --resume."""
     types: bool = False
     """Check the types of all tensors instead of training: no processes are started. Cannot be
-    combined with --load, --optimizer, --steps and --tolerance."""
+    combined with --load, --optimizer, --steps, --tolerance and --resume."""
     self_test: bool = False
     """Self-test: inject known bugs and verify that each one is detected. Cannot be combined with
     other flags."""
@@ -176,12 +178,7 @@ def train_in_every_layout(options: Options, config: Any, layouts: list[Layout]) 
         steps=options.steps,
         tolerance=options.tolerance,
     )
-    failed = 0
-    for verdict in verdicts:
-        print(line_of(verdict), flush=True)
-        failed += not verdict.passed
-    if failed:
-        raise UserError(f"{failed} of {len(layouts)} layouts failed", exit_code=1)
+    report(((line_of(verdict), verdict.passed) for verdict in verdicts), len(layouts), "layouts")
 
 
 def resume_every_pair(options: Options, config: Any) -> None:
@@ -200,16 +197,7 @@ def resume_every_pair(options: Options, config: Any) -> None:
         offload=options.offload_optimizer,
         tolerance=options.tolerance,
     )
-    failed = 0
-    for verdict in verdicts:
-        numbers = f"{verdict.loss:9.1e}{verdict.weight:9.1e}".replace("nan", "  -")
-        outcome = "pass" if verdict.passed else f"FAIL  {verdict.cause}"
-        if verdict.usual:
-            outcome += f"\n{'':40}usually: {verdict.usual}"
-        print(f"{verdict!s:40}{numbers}  {outcome}", flush=True)
-        failed += not verdict.passed
-    if failed:
-        raise UserError(f"{failed} of {len(pairs)} pairs failed", exit_code=1)
+    report(((line_of_pair(verdict), verdict.passed) for verdict in verdicts), len(pairs), "pairs")
 
 
 def print_types(options: Options, config: Any, layouts: list[Layout]) -> None:
@@ -218,17 +206,26 @@ def print_types(options: Options, config: Any, layouts: list[Layout]) -> None:
     if options.lora_rank:
         attached = LoRASettings(options.lora_rank, alpha=options.lora_rank, targets=(ALL,))
     print(f"{parameter_count(config):,} parameters, types of all tensors, without ranks")
-    failed = 0
-    for layout in layouts:
-        findings = check_types(config, layout, attached=attached)
-        outcome = "pass"
-        if findings:
+
+    def lines() -> Iterator[tuple[str, bool]]:
+        for layout in layouts:
+            findings = check_types(config, layout, attached=attached)
             more = f" (and {len(findings) - 1} more)" if findings[1:] else ""
-            outcome = f"FAIL  {findings[0]}{more}"
-        print(f"{layout!s:23} {outcome}", flush=True)
-        failed += bool(findings)
+            outcome = f"FAIL  {findings[0]}{more}" if findings else "pass"
+            yield f"{layout!s:23} {outcome}", not findings
+
+    report(lines(), len(layouts), "layouts")
+
+
+def report(lines: Iterable[tuple[str, bool]], count: int, what: str) -> None:
+    """Print lines as they come, each with whether the check passed. Raise UserError if one failed.
+    count, what: number and name of the checked layouts or pairs."""
+    failed = 0
+    for line, passed in lines:
+        print(line, flush=True)
+        failed += not passed
     if failed:
-        raise UserError(f"{failed} of {len(layouts)} layouts failed", exit_code=1)
+        raise UserError(f"{failed} of {count} {what} failed", exit_code=1)
 
 
 def plant_every_bug(options: Options) -> None:
@@ -253,3 +250,12 @@ def line_of(verdict: Verdict) -> str:
     if verdict.usual:
         outcome += f"\n{'':24}usually: {verdict.usual}"
     return f"{verdict.layout!s:24}{numbers.replace('nan', '  -')}  {outcome}"
+
+
+def line_of_pair(verdict: ResumeVerdict) -> str:
+    """Return the verdict of a pair of layouts as a line of the table; - for values not compared."""
+    numbers = f"{verdict.loss:9.1e}{verdict.weight:9.1e}".replace("nan", "  -")
+    outcome = "pass" if verdict.passed else f"FAIL  {verdict.cause}"
+    if verdict.usual:
+        outcome += f"\n{'':40}usually: {verdict.usual}"
+    return f"{verdict!s:40}{numbers}  {outcome}"

@@ -54,8 +54,7 @@ TIMEOUT = 600.0  # seconds per layout
 OF_LOW_PRECISION = 1e-2  # relative difference of a loss in bfloat16 between layouts
 SCHEDULE = {"schedule": "cosine", "lr": 2e-3, "min_lr": 0.0, "warmup_steps": 3, "steps": 6}
 WEIGHTS = "weights"  # the name of the parameters among the states
-
-
+# Fields of Resumed, and their names in findings.
 PROGRESS = {"step": "steps", "samples": "consumed samples", "updates": "updates"}
 
 
@@ -100,7 +99,6 @@ class Run:
         norms: Gradient norms.
         scales: States of the loss scale after the step.
         states: States of the parameters after the step, by kind and name; of one process only.
-        distances: Distances of the states from those of one process, by kind and name.
     """
 
     batches: dict[int, list[int]] = field(default_factory=dict)
@@ -110,7 +108,6 @@ class Run:
     norms: dict[int, float] = field(default_factory=dict)
     scales: dict[int, dict] = field(default_factory=dict)
     states: dict[int, dict[str, dict[str, torch.Tensor]]] = field(default_factory=dict)
-    distances: dict[int, dict[str, dict[str, float]]] = field(default_factory=dict)
 
 
 @dataclass
@@ -123,6 +120,8 @@ class Resumed(Run):
         updates: The number of steps of the optimizer after loading.
         loaded: Distances of the loaded states from the saved ones, by kind and name; infinite if
             only one of them exists.
+        distances: Distances of the states after a step from those of one process, by step, kind and
+            name.
     """
 
     place: str = ""
@@ -130,6 +129,7 @@ class Resumed(Run):
     samples: int = 0
     updates: float = 0.0
     loaded: dict[str, dict[str, float]] = field(default_factory=dict)
+    distances: dict[int, dict[str, dict[str, float]]] = field(default_factory=dict)
 
 
 class Rows:
@@ -164,10 +164,11 @@ def check_resume(
     """Save a run in one layout and resume it in another, on the CPU of this machine.
 
     Args:
-        model: A config object.
-        pairs: The layouts that save and resume.
+        model: A config object or a name, as in `check_parallel`.
+        pairs: The layouts that save and resume; `pairs_of` returns them for names.
         load, import_, lora_rank, optimizer, within: As in `check_parallel`.
-        dtype: float32 or bfloat16. In bfloat16 the last steps are compared by their losses only.
+        dtype: float32 or bfloat16. In bfloat16 the last steps are compared by their losses and
+            gradient norms only.
         offload: Store the state of the optimizer on the CPU, as with `offload=True`.
         tolerance: Relative differences above this count. Loaded states must be equal.
 
@@ -175,8 +176,8 @@ def check_resume(
         A verdict per pair.
 
     Raises:
-        UserError: A layout is invalid.
-        RankError: Training in one process, or in a layout that saves, fails.
+        UserError: A layout or a setting is invalid, or the model is a classifier.
+        RankError: Training in one process fails.
     """
     check_number("tolerance", tolerance, 0)
     subject = subject_of(model, load, import_, lora_rank, optimizer, within, dtype, offload)
@@ -614,17 +615,18 @@ def _distances_from_saved(
     whole: dict[tuple[str, str], torch.Tensor] = {}
     for file in Path(f"{directory}_states").iterdir():
         for kind, name, box, values, there in torch.load(file, weights_only=False):
-            if name in specs:
-                empty = torch.full(specs[name].shape, math.nan, dtype=torch.float64)
-                whole.setdefault((kind, name), empty)[box][there] = values[there].double()
+            if name not in specs:
+                continue
+            if (kind, name) not in whole:
+                shape = specs[name].shape
+                whole[kind, name] = torch.full(shape, math.nan, dtype=torch.float64)
+            whole[kind, name][box][there] = values[there].double()
     distances: dict[str, dict[str, float]] = {}
     states = _states_of(model, optimizer)
     trained = {entry.name for entry in optimizer.entries}
-    distances |= {
-        kind: {name: math.inf}
-        for kind, name in whole
-        if name in trained and name not in states.get(kind, {})
-    }
+    for kind, name in whole:
+        if name in trained and name not in states.get(kind, {}):
+            distances.setdefault(kind, {})[name] = math.inf
     for kind, name, box, values, there in _boxes(model, states):
         found, distance = values[there].double(), math.inf
         if (kind, name) in whole:
