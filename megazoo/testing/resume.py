@@ -166,11 +166,15 @@ def check_resume(
     Args:
         model: A config object or a name, as in `check_parallel`.
         pairs: The layouts that save and resume; `pairs_of` returns them for names.
-        load, import_, lora_rank, optimizer, within: As in `check_parallel`.
+        load: A checkpoint or Hugging Face directory with weights, as in `check_parallel`.
+        import_: Python file that registers the model.
+        lora_rank: Train adapters of this rank, on all linear layers, instead of the weights.
+        optimizer: adamw or muon.
         dtype: float32 or bfloat16. In bfloat16 the last steps are compared by their losses and
             gradient norms only.
         offload: Store the state of the optimizer on the CPU, as with `offload=True`.
         tolerance: Relative differences above this count. Loaded states must be equal.
+        within: An importable function that returns a context manager, as in `check_parallel`.
 
     Yields:
         A verdict per pair.
