@@ -1,5 +1,6 @@
 """Shared code of the tools that run a model: options, ranks, model and tokenizer."""
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -11,7 +12,7 @@ from megazoo.cli.flags import File, Name, Source
 from megazoo.cli.launch.starting import data_parallel_size, start_missing_ranks
 from megazoo.cli.options import AS_STORED, ImportOption, VerifyOption
 from megazoo.cli.parsing import required
-from megazoo.cli.rules import parse_stage_layers
+from megazoo.cli.rules import check_expert_parallel, check_value, parse_stage_layers
 from megazoo.cli.tokenizer import find_tokenizer
 from megazoo.environment import world_size
 from megazoo.errors import UserError
@@ -45,6 +46,9 @@ class InferenceOptions(ImportOption, VerifyOption):
     cp: int = 1
     """Context-parallel size. In this command, these ranks hold full sequences and act as replicas.
     """
+    ep: int = 1
+    """Expert-parallel size: number of replicas that the experts of each layer are sharded over. If
+    the command starts its ranks itself, it starts as many replicas as --ep needs."""
     stage_layers: str = "balanced"
     """How layers are assigned to pipeline stages. balanced: by estimated cost. uniform: by number
     of layers. Or the number of layers of each stage, such as 5,6,6,5."""
@@ -65,7 +69,7 @@ class InferenceOptions(ImportOption, VerifyOption):
     @property
     def one_rank(self) -> bool:
         """Whether the model runs in this process only, so that its input may be a pipe."""
-        return world_size() == self.tp * self.pp * self.cp == 1
+        return world_size() == self.tp * self.pp * self.cp * self.ep == 1
 
 
 def load_for_inference(
@@ -94,23 +98,35 @@ def load_for_inference(
         config = with_pad_token(config, source, tokenizer)
     source.model.check(config, options.tp, options.pp)
     stage_layers = parse_stage_layers(options.stage_layers)
-    layout = ParallelContext.virtual(options.tp, options.pp, stage_layers=stage_layers)
+    dp = data_parallel_size(options.tp, options.pp, options.cp)
+    check_value("ep", options.ep)
+    if world_size() == 1:
+        dp = math.lcm(options.ep, options.cp) // options.cp
+    check_expert_parallel(config, options.ep, dp, options.cp)
+    # The ranks of --cp are replicas here: generation and scoring need full sequences.
+    replicas, folded = dp * options.cp, {"ep": options.ep} if options.ep > 1 else {}
+    layout = ParallelContext.virtual(
+        options.tp, options.pp, replicas, stage_layers=stage_layers, folded=folded
+    )
     source.model.all_stages(config, layout)  # raises if the layers cannot be partitioned so
-    data_parallel_size(options.tp, options.pp, options.cp)
-    local_ranks = options.tp * options.pp * options.cp if world_size() == 1 else None
+    local_ranks = options.tp * options.pp * replicas if world_size() == 1 else None
     choose_device(options.device, local_ranks)
     start_missing_ranks(
         options.tp,
         options.pp,
         options.cp,
+        dp,
         report=print_error,
         keep_on_interrupt=keep_on_interrupt,
     )
     if note:
         note_rank_0(note)
-    # The ranks of --cp are replicas here: generation and scoring need full sequences.
     ctx = ParallelContext.from_torch(
-        options.tp, options.pp, stage_layers=stage_layers, device=options.device
+        options.tp,
+        options.pp,
+        stage_layers=stage_layers,
+        folded=folded,
+        device=options.device,
     )
     set_fp32_precision(options.fp32_precision)
     dtype = (

@@ -213,7 +213,8 @@ def check_expert_parallel(config, ep: int, dp: int, cp: int) -> None:
     if dp * cp % ep:
         fits = [size for size in range(1, dp * cp + 1) if dp * cp % size == 0]
         raise UserError(f"--ep {ep} does not divide dp x cp = {dp * cp}: use --ep {any_of(fits)}")
-    model = FAMILIES[family_of(config)].on_meta(config, ParallelContext())
+    ctx = ParallelContext.virtual(dp=ep, folded={"ep": ep})
+    model = FAMILIES[family_of(config)].on_meta(config, ctx)
     if not any(entry.spec.shard_over("ep") for entry in model.entries()):
         raise UserError(
             f"--ep {ep} cannot be used with {family_of(config)}, which has no experts: use --ep 1"

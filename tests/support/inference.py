@@ -1,5 +1,6 @@
 """Inference for tests: a model with its tokenizer on disk, and the tools run on it."""
 
+import contextlib
 import io
 import sys
 from pathlib import Path
@@ -39,6 +40,16 @@ def expected_text(directory, prompt=PROMPT, new=20, **settings):
         **settings,
     )
     return tokens.decode(out[0], skip_special_tokens=True)
+
+
+def output_of(main, arguments: list[str]) -> str:
+    """What the `main` of a tool prints on this rank, without the lines of speed."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        main(arguments)
+    return "".join(
+        line for line in printed.getvalue().splitlines(keepends=True) if "tokens/s" not in line
+    )
 
 
 def script_of(tool) -> str:
