@@ -19,6 +19,7 @@ from megazoo.data import (
 from megazoo.data.conversations import as_jinja
 from megazoo.data.fingerprint import positions_in
 from megazoo.data.text_files import first_object, is_loose_json
+from megazoo.engine.auxiliary import counts_tokens
 from megazoo.environment import is_rank_zero
 from megazoo.models.base import Model
 from megazoo.parallel.collectives import broadcast_from_stage
@@ -66,7 +67,12 @@ def open_data(run: Run, model: Model) -> Data:
         samples = torch.tensor(len(blends[0]) if blends[0] else 0)
         run.settle_epochs(int(broadcast_from_stage(samples, ctx.placement.first_rank, ctx)))
     rows, pad = options.training.global_batch_size, run.config.pad_token_id
-    return Data(*(Batches(blend, rows, ctx, pad) for blend in blends))
+    training, validation, test = blends
+    return Data(
+        Batches(training, rows, ctx, pad, mark_padding=counts_tokens(model)),
+        Batches(validation, rows, ctx, pad),
+        Batches(test, rows, ctx, pad),
+    )
 
 
 def take_fingerprints(run: Run) -> None:

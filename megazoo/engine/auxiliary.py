@@ -28,6 +28,12 @@ def declared_losses(model: nn.Module) -> dict[str, int] | None:
     return names if names or counts else None
 
 
+def counts_tokens(model: Any) -> bool:
+    """Return whether any layer of the model, of all stages, declares auxiliary losses or counts
+    tokens. Its batches must then mark their padding. model: of any stage."""
+    return declared_losses(type(model).on_meta(model.config, ParallelContext())) is not None
+
+
 def check_order(names: dict[str, int] | None, table: Iterable, count: int) -> None:
     """Raise UserError if there are joint losses, and a forward follows a backward.
 

@@ -27,6 +27,8 @@ from megazoo.testing.layouts import Layout
 from megazoo.testing.trial import Subject
 
 STEPS, EVALUATED = 2, 2
+EQUAL = ("loss", "grad_norm", "lr", "eval_loss")  # metrics that are the same in every layout
+OTHER_EQUAL = ("consumed", "auxiliary_", "expert_load")  # the first characters of other ones
 SEQUENCE = 24  # tokens
 VOCABULARY = 264  # at least the 257 tokens of the byte tokenizer
 CONFIG, DATA = "model.json", "rows.jsonl"
@@ -57,7 +59,7 @@ class Numbers:
         for record in self.logged:
             when = f"step {record['step']}"
             for name, value in record.items():
-                if name in ("loss", "grad_norm", "lr", "eval_loss") or name.startswith("consumed"):
+                if name in EQUAL or name.startswith(OTHER_EQUAL):
                     yield f"{name} of {when}", value
             if "tokens_per_second" in record:
                 tokens = record["tokens_per_second"] * record["step_time"]

@@ -23,6 +23,7 @@ from megazoo import checkpoint
 from megazoo.data.loading import Batches
 from megazoo.data.order import Blend
 from megazoo.data.samples import Sample, sample_of
+from megazoo.engine.auxiliary import counts_tokens
 from megazoo.errors import check_number
 from megazoo.layers.cross_entropy import IGNORE_INDEX
 from megazoo.optim.base import MASTER
@@ -505,7 +506,8 @@ def _train(
     """Train from the state after a step, with `consumed` samples, to the last step. Record each
     step, and yield its number."""
     rows = Rows(model.config.vocab_size, model.longest_sequence(model.config))
-    batches = Batches(Blend([rows], seed=11), ROWS, model.ctx)
+    mark = counts_tokens(model)
+    batches = Batches(Blend([rows], seed=11), ROWS, model.ctx, mark_padding=mark)
     starts = range(consumed, consumed + (LAST - step) * ROWS, ROWS)
     for number, batch in enumerate(batches.ahead(starts, 0), step + 1):
         _take_step(run, model, optimizer, layout, number, batch)

@@ -1,13 +1,16 @@
-"""The programs with --ep: replicas share the experts of a model."""
+"""The programs with experts: --ep shares them among replicas, and padding is not counted."""
 
 from dataclasses import replace
 
 import pytest
 
 import megazoo
+from megazoo import pretrain
 from megazoo.models.registry import find_config
 from megazoo.programs import evaluate, generate
+from tests.support.data import write_lines
 from tests.support.inference import output_of, run_main
+from tests.support.pretraining import SMALL, records
 
 
 @pytest.fixture(scope="module")
@@ -50,3 +53,37 @@ def test_an_ep_that_does_not_fit_is_refused(saved, monkeypatch, capsys, preset, 
     arguments = ["--tokenizer", "byte", "--prompt", "a", "--ep", ep]
     code, _, error = run_main(generate, monkeypatch, capsys, saved / preset, *arguments)
     assert (code, error) == (2, f"generate.py: error: {message}\n")
+
+
+def rows_of_text(path):
+    """Prompts and completions. The longest row of each replica has another length."""
+    rows = ({"prompt": "ab" * (n % 13), "completion": " c" + "d" * (n % 5)} for n in range(60))
+    return ["--data", str(write_lines(path, *rows)), "--split", "80,20,0"]
+
+
+def rows_of_a_classifier(path):
+    rows = ({"text": "ab" * (1 + n % 13), "label": n % 2} for n in range(60))
+    return ["--data", str(write_lines(path, *rows)), "--split", "80,20,0", "--num-labels", "2"]
+
+
+@pytest.mark.parametrize("rows", [rows_of_text, rows_of_a_classifier])
+def test_padding_chooses_no_expert(ranks, tmp_path, rows):
+    """Otherwise the auxiliary loss would depend on the longest row of a replica."""
+    mixture = ["--model", "mixtral", "--experts", "4", "--tokenizer", "byte", "--steps", "2"]
+    common = [*SMALL, *mixture, *rows(tmp_path / "rows.jsonl")]
+    pretrain.main([*common, "--metrics", str(tmp_path / "one")])
+    layout = ["--tp", "2", "--ep", "2", "--sequence-parallel"]
+    ranks(pretrain.main, 4, [*common, *layout, "--metrics", str(tmp_path / "ep2")])
+    one, several = (
+        [record for record in records(tmp_path / name) if "loss" in record]
+        for name in ("one", "ep2")
+    )
+    assert len(one) == len(several) == 2
+    tokens = 0
+    for alone, together in zip(one, several, strict=True):
+        for loads in alone["expert_tokens"].values():
+            assert sum(loads) == 2 * (alone["consumed_tokens"] - tokens)  # top 2
+        tokens = alone["consumed_tokens"]
+        assert together["expert_tokens"] == alone["expert_tokens"]
+        for name in ("loss", "auxiliary_router_balance", "grad_norm"):
+            assert together[name] == pytest.approx(alone[name], rel=1e-5)

@@ -108,6 +108,8 @@ def test_batches_are_padded_with_the_pad_token_and_replicas_have_their_rows(tmp_
             assert batch["input_ids"].tolist() == padded
             assert batch["labels"].tolist() == [row["label"] for row in rows[10:][mine]]
             assert batch["labels"].dtype == batch["input_ids"].dtype == torch.int64
+            marked = Batches(blend, 10, ctx, PAD, mark_padding=True)(0)["document_ids"]
+            assert [row.count(0) for row in marked.tolist()] == [len(ids) for ids in wanted[mine]]
             assert Batches(blend, 10, ctx, PAD).tokens(0) == sum(map(len, wanted))
     cut = sum(len(expected_ids(row, 999)) > seq_length for row in rows)
     told = f"{path}: {cut} rows are longer than --seq-length {seq_length} and are truncated"

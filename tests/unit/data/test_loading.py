@@ -67,6 +67,16 @@ def test_batches_number_the_documents_if_they_are_to_be_separate():
     assert "document_ids" not in batches(PackedDataset(tokens, 6), 2)(0)
 
 
+@pytest.mark.parametrize("layout", [{}, {"cp": 2}])
+def test_padding_of_uneven_rows_is_marked_if_asked(layout):
+    blend, ctx = Blend([Rows(3, 1, 4, 4)]), ParallelContext.virtual(**layout)
+    expected = [[0, 0, 0, -1], [0, -1, -1, -1], [0] * 4, [0] * 4]
+    batch = Batches(blend, 4, ctx, mark_padding=True)(0)
+    assert batch["document_ids"].tolist() == expected
+    assert "position_ids" not in batch
+    assert "document_ids" not in Batches(blend, 4, ctx)(0)
+
+
 # Context parallelism: each rank gets its own chunks of the sequences.
 
 
