@@ -193,6 +193,13 @@ def all_targets(model: nn.Module) -> list[Target]:
     ]
 
 
+def every_target(model: nn.Module) -> tuple[str, ...]:
+    """Return names that together are all targets of a model on this rank: all linear layers, and
+    the experts and routers, if any."""
+    parameters = (target.module for target in all_targets(model) if target.is_parameter)
+    return ALL, *dict.fromkeys(".".join(name.split(".")[-2:]) for name in parameters)
+
+
 def check_targets(targets: list[Target], wanted: Iterable[str]) -> None:
     """Raise UserError for a name that matches none of the targets."""
     if not targets:

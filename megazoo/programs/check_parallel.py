@@ -39,8 +39,8 @@ from megazoo.cli.flags import File, Name, parse_flags
 from megazoo.cli.options import ImportOption
 from megazoo.cli.parsing import required
 from megazoo.errors import UserError, check_number
-from megazoo.lora.settings import ALL, LoRASettings
-from megazoo.models.counts import parameter_count
+from megazoo.lora.settings import LoRASettings, every_target
+from megazoo.models.counts import parameter_count, whole_model
 from megazoo.models.pretrained import open_source
 from megazoo.models.registry import find_config, tiny_preset
 from megazoo.testing import (
@@ -82,7 +82,8 @@ class Options(ImportOption):
         ),
     ] = "tp2,pp2,dp2,tp2pp2,tp2+sp,pp2v2"
     lora_rank: int = 0
-    """Train LoRA adapters of this rank on all linear layers, instead of the weights."""
+    """Train LoRA adapters of this rank instead of the weights: on all linear layers, experts and
+    routers."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """Optimizer. muon: Muon for the matrices of linear layers, AdamW for all other parameters."""
     ranks: int = 4
@@ -204,7 +205,8 @@ def print_types(options: Options, config: Any, layouts: list[Layout]) -> None:
     """Check the types of all tensors in each layout, and print the results."""
     attached = None
     if options.lora_rank:
-        attached = LoRASettings(options.lora_rank, alpha=options.lora_rank, targets=(ALL,))
+        targets = every_target(whole_model(config))
+        attached = LoRASettings(options.lora_rank, alpha=options.lora_rank, targets=targets)
     print(f"{parameter_count(config):,} parameters, types of all tensors, without ranks")
 
     def lines() -> Iterator[tuple[str, bool]]:

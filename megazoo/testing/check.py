@@ -88,7 +88,8 @@ def check_parallel(
         load: A checkpoint or Hugging Face directory with weights. Biases and norms are always
             random, because zeros could hide errors.
         import_: Python file that registers the model.
-        lora_rank: Train adapters of this rank, on all linear layers, instead of the weights.
+        lora_rank: Train adapters of this rank instead of the weights: on all linear layers, experts
+            and routers.
         optimizer: adamw or muon.
         steps: Number of steps.
         tolerance: Relative differences above this count.

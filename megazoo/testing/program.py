@@ -17,7 +17,6 @@ from unittest import mock
 
 from megazoo import pretrain
 from megazoo.environment import is_rank_zero
-from megazoo.lora.settings import ALL
 from megazoo.models.base import Model
 from megazoo.models.registry import FAMILIES
 from megazoo.testing.batches import ROWS, micro_batches_of
@@ -192,7 +191,7 @@ def _arguments(subject: Subject, layout: Layout, directory: Path) -> list[str]:
         "schedule": layout.schedule, "lora-rank": subject.lora_rank,
     }  # fmt: skip
     if subject.lora_rank:
-        flags["lora-targets"] = ALL
+        flags["lora-targets"] = ",".join(subject.targets)
     switches = ["--sequence-parallel"] if layout.sequence_parallel else []
     return [
         *(str(word) for name, value in flags.items() for word in (f"--{name}", value)),

@@ -169,7 +169,8 @@ def check_resume(
         pairs: The layouts that save and resume; `pairs_of` returns them for names.
         load: A checkpoint or Hugging Face directory with weights, as in `check_parallel`.
         import_: Python file that registers the model.
-        lora_rank: Train adapters of this rank, on all linear layers, instead of the weights.
+        lora_rank: Train adapters of this rank instead of the weights: on all linear layers, experts
+            and routers.
         optimizer: adamw or muon.
         dtype: float32 or bfloat16. In bfloat16 the last steps are compared by their losses and
             gradient norms only.

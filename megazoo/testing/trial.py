@@ -16,7 +16,8 @@ from megazoo import lora
 from megazoo.cli.parsing import run_file
 from megazoo.evaluation.scoring import score
 from megazoo.layers import Dropout
-from megazoo.lora.settings import ALL, is_adapter
+from megazoo.lora.settings import every_target, is_adapter
+from megazoo.models.counts import whole_model
 from megazoo.models.pretrained import from_pretrained
 from megazoo.models.registry import config_from_dict, from_config
 from megazoo.optim.loss_scale import LossScale
@@ -68,8 +69,8 @@ class Subject:
         values: Values of the config.
         load: Directory with weights, or None.
         import_: Python file that registers the model, or None.
-        lora_rank: Rank of adapters on all linear layers, which are then the only trained
-            parameters; 0 for none.
+        lora_rank: Rank of adapters on all layers that can have them, which are then the only
+            trained parameters; 0 for none.
         optimizer: One of OPTIMIZERS.
         within: Function that returns a context manager in which every process trains.
         dtype: Name of the data type of the parameters.
@@ -91,6 +92,11 @@ class Subject:
         """The model's config. The model's file is imported first."""
         import_once(self.import_)
         return config_from_dict(self.family, self.values)
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The names of the layers that have adapters, if there are any."""
+        return every_target(whole_model(self.config))
 
 
 @dataclass
@@ -328,7 +334,7 @@ def build(subject: Subject, ctx: ParallelContext):
         if isinstance(module, Dropout):
             module.probability = 0.0
     if subject.lora_rank:
-        lora.add(model, subject.lora_rank, alpha=subject.lora_rank, targets=ALL)
+        lora.add(model, subject.lora_rank, alpha=subject.lora_rank, targets=subject.targets)
     for entry in model.entries():
         if entry.parameter.dim() == 1 or entry.spec.std == entry.spec.bound == 0:
             spec = replace(entry.spec, std=0.1)

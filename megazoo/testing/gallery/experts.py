@@ -6,9 +6,12 @@ from megazoo.engine import auxiliary
 from megazoo.engine.microbatch import MicroBatch
 from megazoo.layers.auxiliary import AuxiliaryLosses
 from megazoo.layers.dispatch import Dispatch
+from megazoo.layers.experts import grouped_linear
 from megazoo.layers.router import Router
+from megazoo.lora.layers import ExpertAdapters
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.module import NamedParameter
+from megazoo.parallel.regions import reduce_from_tensor_parallel
 from megazoo.testing.gallery.planting import bug, replaced
 
 SMALL = {"layers": 2}
@@ -222,3 +225,32 @@ def printed_times_tp():
         return lambda ctx: [ctx.tp, *axes_of(ctx)]
 
     return replaced(auxiliary, "_all_axes", make)
+
+
+@bug(
+    "E10",
+    "Expert adapter's inner activations summed over tp, and its output again",
+    r"module layers\.0\.moe: its output differs ",
+    layout="tp2",
+    model="mixtral",
+    settings=SMALL,
+    lora_rank=2,
+    source="Megatron-Bridge #5634",
+    link="https://github.com/NVIDIA-NeMo/Megatron-Bridge/issues/5634",
+)
+def expert_adapter_summed_twice():
+    """The output of an adapter on the down matrices is summed over tp before it is added to the
+    experts' output, and again together with it."""
+
+    def make(forward):
+        def summed(self, x, weight, counts):
+            y = forward(self, x, weight, counts)
+            (adapter,) = self.values()
+            if not adapter.dropout.parallel:
+                return y
+            plain = grouped_linear(x, weight, counts)
+            return plain + reduce_from_tensor_parallel(y - plain, adapter.ctx)
+
+        return summed
+
+    return replaced(ExpertAdapters, "forward", make)

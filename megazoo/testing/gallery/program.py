@@ -1,6 +1,7 @@
 """Bugs in the numbers that the training program prints."""
 
 from megazoo import pretrain
+from megazoo.cli import data
 from megazoo.cli.recorder import Recorder
 from megazoo.data.loading import Batches
 from megazoo.testing.gallery.planting import bug, replaced
@@ -89,3 +90,16 @@ def flops_of_one_stage():
         return initialised
 
     return replaced(Recorder, "__init__", make)
+
+
+@bug(
+    "",
+    "Padding of short rows counted by the routers of the program",
+    r"program: auxiliary_router_balance of step 1 is ",
+    layout="dp2",
+    model="mixtral",
+    settings={"layers": 2},
+)
+def padding_not_marked():
+    """Rows are padded to the longest of the replica, without a mark."""
+    return replaced(data, "counts_tokens", lambda _: lambda model: False)

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from megazoo.errors import UserError
 from megazoo.layers import RMSNorm, RowParallelLinear, linear, norm
 from megazoo.lora import LoRASettings
+from megazoo.lora.settings import every_target
+from megazoo.models.counts import whole_model
 from megazoo.models.registry import FAMILIES, find_config, tiny_preset
 from megazoo.parallel import regions
 from megazoo.parallel.context import ParallelContext
@@ -23,10 +25,13 @@ from megazoo.testing.types import Type, TypeMode, joined
 from tests.support.sampling import marked_slow
 
 LAYOUTS = ["tp2", "tp2+sp", "tp4", "pp2v2", "tp2cp2", "tp2cp2+ulysses", "dp2+zero"]
-SMALL = LoRASettings(2, 2, targets=("all-linear",))
 QUICK = {("llama", "tp2+sp"), ("gpt2", "tp2cp2"), ("mpt", "tp4"), ("mixtral", "tp2ep2+sp")}
 CASES = [(family, layout) for family in FAMILIES for layout in LAYOUTS]
 CASES += [("mixtral", "ep2"), ("mixtral", "tp2ep2+sp")]
+
+
+def adapters_of(config) -> LoRASettings:
+    return LoRASettings(2, 2, targets=every_target(whole_model(config)))
 
 
 def small(family: str, layers: int = 1):
@@ -40,9 +45,12 @@ def test_models_without_mistakes_have_no_findings(family, layout):
     assert check_types(small(family, 4), layout) == []
 
 
-@pytest.mark.parametrize("layout", ["tp2", "tp2+sp"])
-def test_adapters_have_no_findings(layout):
-    assert check_types(small("llama"), layout, attached=SMALL) == []
+@pytest.mark.parametrize(
+    ("family", "layout"), [("llama", "tp2"), ("llama", "tp2+sp"), ("mixtral", "tp2ep2+sp")]
+)
+def test_adapters_have_no_findings(family, layout):
+    config = small(family)
+    assert check_types(config, layout, attached=adapters_of(config)) == []
 
 
 def test_a_layout_larger_than_this_machine_takes_seconds():
@@ -64,6 +72,8 @@ FOUND = {
     "lora: a part of a sum over tp is added to a tensor",
     "Adapter's replicated factor whose gradient is never summed": "gradient of layers.0.mlp.down."
     "lora.down.B (and of ",
+    "Expert adapter's inner activations summed over tp, and its output again": "module layers.0."
+    "moe.down.lora: a part of a sum over tp is added to a tensor",
 }
 
 
@@ -72,7 +82,8 @@ def test_bugs_of_the_gallery_are_found(title):
     bug = next(bug for bug in gallery.BUGS if bug.title == title)
     with bug.plant():
         config = replace(bug.config, layers=1)
-        findings = check_types(config, bug.layout, attached=SMALL if bug.lora_rank else None)
+        attached = adapters_of(config) if bug.lora_rank else None
+        findings = check_types(config, bug.layout, attached=attached)
     assert findings[0].startswith(FOUND[title])
 
 
