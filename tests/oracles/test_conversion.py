@@ -17,8 +17,8 @@ from megazoo.checkpoint.writing import LazyTensor, write_json, write_safetensors
 from megazoo.models.hugging_face.directory import HuggingFaceDirectory
 from megazoo.models.hugging_face.export import write_hugging_face
 from megazoo.models.hugging_face.names import hf_names
-from megazoo.models.llama import Llama, LlamaConfig
 from megazoo.models.pretrained import load_weights, open_source
+from megazoo.models.registry import FAMILIES, family_of
 from megazoo.models.resharding import write_shards
 from megazoo.models.source import SavedModel
 from megazoo.parallel import ParallelContext
@@ -190,17 +190,22 @@ def test_transformers_takes_a_merged_directory_as_the_original(
 # Memory. The sizes that users have are in the slow tests.
 
 
-def hugging_face_directory(directory: Path, hidden: int, layers: int, vocabulary: int) -> None:
-    """A LLaMA of random weights, written without being held."""
-    config = LlamaConfig(vocabulary, 64, hidden, layers, 16, 8, ffn_size=4 * hidden)
+def config_of(family: str, hidden: int, layers: int, vocabulary: int):
+    sizes = {"hidden_size": hidden, "layers": layers, "vocab_size": vocabulary}
+    sizes |= {"max_positions": 64, "heads": 16, "kv_heads": 8, "ffn_size": 4 * hidden}
+    if family == "mixtral":
+        sizes |= {"experts": 8, "ffn_size": hidden // 2}
+    return FAMILIES[family].Config(**sizes)
+
+
+def hugging_face_directory(directory: Path, config) -> None:
+    """Random weights, written without being held."""
     directory.mkdir(parents=True)
     write_json(directory / "config.json", config.to_hugging_face())
-    tensors = {}
-    for entry in Llama.on_meta(config, ParallelContext()).entries():
-        names = hf_names(Llama, entry.name).names
-        parts = entry.spec.shard.parts if len(names) > 1 else entry.spec.shape[:1]
-        for name, rows in zip(names, parts, strict=True):
-            shape = (rows, *entry.spec.shape[1:])
+    tensors, model = {}, FAMILIES[family_of(config)]
+    for entry in model.on_meta(config, ParallelContext()).entries():
+        for name, runs in hf_names(model, entry.name).parts(entry.spec):
+            shape = (sum(run.count for run in runs), *entry.spec.shape[1:][-1:])
             tensors[name] = LazyTensor(shape, torch.float32, lambda rows, _: rows.normal_())
     write_safetensors(directory / "model.safetensors", tensors)
 
@@ -229,9 +234,9 @@ def load_both(directory: Path, dtype: torch.dtype) -> list[tuple[int, int, int]]
     for name in ("hf", "b"):
         with PeakMemory() as memory:
             source = open_source(directory / name)
-            model = source.model.empty(
-                source.config, ParallelContext.virtual(4, 2, rank=5), dtype=dtype
-            )
+            folded = {"ep": 2} if hasattr(source.config, "experts") else {}
+            ctx = ParallelContext.virtual(4, 2, 2, rank=5, folded=folded)
+            model = source.model.empty(source.config, ctx, dtype=dtype)
             load_weights(source, model)
         numbers.append(
             (
@@ -244,9 +249,9 @@ def load_both(directory: Path, dtype: torch.dtype) -> list[tuple[int, int, int]]
     return numbers
 
 
-def peaks_of_converting(directory: Path, hidden: int, layers: int, vocabulary: int) -> list[int]:
+def peaks_of_converting(directory: Path, *sizes) -> list[int]:
     """Peaks of RssAnon above the start: of converting, resharding and merging."""
-    hugging_face_directory(directory / "hf", hidden, layers, vocabulary)
+    hugging_face_directory(directory / "hf", config_of(*sizes))
     (peaks,) = in_fresh_processes(convert_all, directory, timeout=600)
     return peaks
 
@@ -259,19 +264,21 @@ def check_loading(directory: Path) -> None:
             assert read < 1.05 * own * wide
 
 
-def test_pieces_move_one_at_a_time(tmp_path):
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_pieces_move_one_at_a_time(tmp_path, family):
     """One tensor of this model takes 96 MB, all of them 270."""
     # four threads with two buffers each
-    assert max(peaks_of_converting(tmp_path, 768, 2, 32768)) < 80 << 20
+    assert max(peaks_of_converting(tmp_path, family, 768, 2, 32768)) < 80 << 20
     check_loading(tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_the_memory_of_converting_does_not_grow_with_the_model(tmp_path):
-    two = peaks_of_converting(tmp_path / "two", 2048, 6, 32768)
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_the_memory_of_converting_does_not_grow_with_the_model(tmp_path, family):
+    two = peaks_of_converting(tmp_path / "two", family, 2048, 6, 32768)
     check_loading(tmp_path / "two")
-    four = peaks_of_converting(tmp_path / "four", 2048, 13, 32768)
+    four = peaks_of_converting(tmp_path / "four", family, 2048, 13, 32768)
     print(two, four)
     assert max(two) < 300 * 10**6
     assert max(four) < 1.1 * max(two)
