@@ -16,7 +16,7 @@ from megazoo.optim.adamw import AdamW
 from megazoo.optim.base import MASTER
 from megazoo.optim.loss_scale import LossScale
 from megazoo.parallel.random import derive_seed
-from megazoo.testing import resume
+from megazoo.testing import resume_trial
 from megazoo.testing.gallery.planting import bug, replaced
 
 
@@ -283,7 +283,7 @@ def warm_up_from_zero():
     def make(learning_rate):
         return lambda step, **settings: learning_rate(step - 1, **settings) if step > 1 else 0.0
 
-    return replaced(resume, "learning_rate", make)
+    return replaced(resume_trial, "learning_rate", make)
 
 
 @bug(
