@@ -206,7 +206,8 @@ def _check_program(
         return
     first = next(differences(ranks[0], program[0], tolerance), None)
     if first:
-        verdict.cause, verdict.usual = f"program: {first}", usual.PROGRAM
+        reason = usual.EVALUATION if first.startswith("evaluation") else usual.PROGRAM
+        verdict.cause, verdict.usual = f"program: {first}", reason
 
 
 def _check_layout(

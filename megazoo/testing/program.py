@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
+
 from megazoo import pretrain
 from megazoo.environment import is_rank_zero
 from megazoo.models.base import Model
@@ -40,15 +42,19 @@ class Numbers:
 
     Attributes:
         seeds: Dropout seed of each micro-batch in training.
+        rows: Checksum of each training row of this rank.
         returned: Loss of each step, as `train_batch` returned it.
         evaluated: Mean loss over the tokens of all batches of each evaluation.
+        changed: Parameters of this rank that an evaluation changes.
         logged: The metrics of each step.
         ranks: Number of ranks.
     """
 
     seeds: list[int] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
     returned: list[float] = field(default_factory=list)
     evaluated: list[float] = field(default_factory=list)
+    changed: set[str] = field(default_factory=set)
     logged: list[dict[str, Any]] = field(default_factory=list)
     ranks: int = 1
 
@@ -100,6 +106,8 @@ def differences(found: Numbers, expected: Numbers, tolerance: float) -> Iterator
     losses = [record["eval_loss"] for record in found.logged if "eval_loss" in record]
     what = "the mean over the tokens of the evaluation"
     yield from _unlike("the logged eval_loss", losses, what, found.evaluated, tolerance)
+    for name in sorted(found.changed):
+        yield f"evaluation changes {name}"
     here, there = dict(found.values()), dict(expected.values())
     for name in dict.fromkeys([*here, *there]):
         value, other = (
@@ -125,6 +133,12 @@ def differences_of_resumed(
         if not relative(abs(now - value), abs(value)) <= 10 * tolerance:
             text = f"{name} is {now:.7g} in the resumed run"
             yield f"{text}, but {value:.7g} in one that did not stop"
+
+
+def samples_are_continued(whole: Numbers, resumed: Numbers) -> bool:
+    """Return whether a run in one process that resumes with a larger batch reads the samples that
+    follow those before the checkpoint. whole: of the run that saved after the first step."""
+    return resumed.rows[:ROWS] == whole.rows[ROWS : 2 * ROWS]
 
 
 def _unlike(
@@ -154,6 +168,9 @@ def _recorded(numbers: Numbers) -> Iterator[None]:
     train, evaluate, parts = Model.train_batch, Model.eval_batch, []
 
     def train_batch(self, *arguments, **options):
+        ids = options.get("input_ids")
+        if ids is not None:  # padding is 0
+            numbers.rows += (ids * torch.arange(1, ids.shape[1] + 1)).sum(1).tolist()
         with recorded_seeds() as seeds:
             loss = train(self, *arguments, **options)
         numbers.seeds += seeds
@@ -161,7 +178,11 @@ def _recorded(numbers: Numbers) -> Iterator[None]:
         return loss
 
     def eval_batch(self, *arguments, **options):
+        before = {entry.name: entry.parameter.clone() for entry in self.entries()}
         mean, count = evaluate(self, *arguments, **options)
+        for entry in self.entries():
+            if not torch.equal(entry.parameter, before[entry.name]):
+                numbers.changed.add(entry.name)
         parts.append((mean.item(), count.item()))
         return mean, count
 

@@ -24,7 +24,13 @@ from megazoo.testing.batches import ROWS
 from megazoo.testing.causes import Finding
 from megazoo.testing.check import check_layouts, last_line, run_in_one_process, subject_of
 from megazoo.testing.layouts import Layout
-from megazoo.testing.program import differences_of_resumed, run_the_program, write_inputs
+from megazoo.testing.program import (
+    Numbers,
+    differences_of_resumed,
+    run_the_program,
+    samples_are_continued,
+    write_inputs,
+)
 from megazoo.testing.ranks import RankError, RankPool
 from megazoo.testing.resume_trial import (
     LAST,
@@ -118,6 +124,9 @@ def check_resume(
         runs: dict[Layout, list[Run] | str] = {}  # of all ranks, or an error
         try:
             run_in_one_process(pool, train_without_a_stop, subject, one)
+            samples = ""
+            if subject.dtype == "float32" and not subject.lora_rank:
+                samples = _check_batch_size(pool, subject, root / "batch_size")
             for saved, resumed in pairs:
                 place = root / str(saved)
                 if saved not in runs:
@@ -132,7 +141,10 @@ def check_resume(
                     yield ResumeVerdict(saved, resumed, cause=cause)
                 else:
                     pair = (saved, resumed)
-                    yield _check_pair(pool, subject, pair, place, one, saver, tolerance)
+                    verdict = _check_pair(pool, subject, pair, place, one, saver, tolerance)
+                    if verdict.passed and samples:
+                        verdict.cause, verdict.usual = f"program: {samples}", usual.RESUMED_ORDER
+                    yield verdict
         finally:
             pool.close()
 
@@ -197,24 +209,45 @@ def _check_program(
 ) -> None:
     """Run the training program, and resume it after the first step. Set the cause of the verdict if
     the second step differs."""
-    layout, runs = verdict.saved, []
-    directory.mkdir()
-    write_inputs(subject, directory)
-    save, first_step = directory / "run", directory / "run" / "step_00000001"
-    for name, flags in {
-        "whole": ["--save", str(save), "--save-interval", "1"],
-        "resumed": ["--load", str(first_step)],
-    }.items():
-        arguments = (subject, layout, directory, name, flags)
-        try:
-            ranks = pool.run(run_the_program, layout.ranks, *arguments, timeout=TIMEOUT)
-        except RankError as error:
-            verdict.cause = f"program: the {name} run ends with {last_line(error)}"
-            return
-        runs.append(ranks)
-    text = next(differences_of_resumed(runs[0], runs[1], tolerance), None)
+    runs = _run_and_resume(pool, subject, verdict.saved, directory)
+    text = runs if isinstance(runs, str) else next(differences_of_resumed(*runs, tolerance), None)
     if text:
         verdict.cause, verdict.usual = f"program: {text}", usual.PROGRAM_RESUMED
+
+
+def _check_batch_size(pool: RankPool, subject: Subject, directory: Path) -> str | None:
+    """Resume the training program in one process with twice the batch size. Return a sentence if it
+    skips or repeats samples."""
+    flags = ["--global-batch-size", str(2 * ROWS)]
+    runs = _run_and_resume(pool, subject, Layout(), directory, flags)
+    if isinstance(runs, str):
+        return runs
+    (whole,), (larger,) = runs
+    if samples_are_continued(whole, larger):
+        return None
+    return "a run that resumes in one process with another batch size reads other samples"
+
+
+def _run_and_resume(
+    pool: RankPool, subject: Subject, layout: Layout, directory: Path, flags: Sequence[str] = ()
+) -> tuple[list[Numbers], list[Numbers]] | str:
+    """Run the training program in a layout, and resume it after the first step. Return the numbers
+    of the ranks in both runs, or a sentence if one ends with an error. flags: further flags of the
+    resumed run."""
+    directory.mkdir()
+    write_inputs(subject, directory)
+    save, name = directory / "run", "whole"
+    try:
+
+        def run(flags: Sequence[str]) -> list[Numbers]:
+            arguments = (subject, layout, directory, name, flags)
+            return pool.run(run_the_program, layout.ranks, *arguments, timeout=TIMEOUT)
+
+        whole = run(["--save", str(save), "--save-interval", "1"])
+        name = "resumed"
+        return whole, run(["--load", str(save / "step_00000001"), *flags])
+    except RankError as error:
+        return f"the {name} run ends with {last_line(error)}"
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,7 @@ RESUMED_ORDER = "the samples that were consumed are skipped twice, in each epoch
 RESUMED_DROPOUT = "set-up or loading draws from the generator of the dropout"
 RESUMED_LOSS = "a state that is not compared is not in the checkpoint, or is not loaded"
 PROGRAM_RESUMED = "the program counts its steps or samples from 0 after --load"
+EVALUATION = "a layer counts tokens or updates a state in evaluation as in training"
 PROGRAM = "a sum or a mean over the ranks of an axis is missing or doubled in what is printed"
 _PARTS = (
     "heads, positions, masks, another order of tokens or another cut of a fused weight: often "

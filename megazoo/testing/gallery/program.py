@@ -3,7 +3,10 @@
 from megazoo import pretrain
 from megazoo.cli import data
 from megazoo.cli.recorder import Recorder
+from megazoo.cli.run import Run
 from megazoo.data.loading import Batches
+from megazoo.engine.calls import BatchCalls
+from megazoo.layers.router import Router
 from megazoo.testing.gallery.planting import bug, replaced
 
 
@@ -103,3 +106,43 @@ def flops_of_one_stage():
 def padding_not_marked():
     """Rows are padded to the longest of the replica, without a mark."""
     return replaced(data, "counts_tokens", lambda _: lambda model: False)
+
+
+@bug(
+    "",
+    "Evaluation moves the bias of routers",
+    r"program: evaluation changes layers\.\d\.moe\.router\.bias",
+    layout="tp2",
+    model="mixtral",
+    settings={"layers": 2, "router_balance": "bias"},
+)
+def bias_moved_by_evaluation():
+    """The routers count the tokens of evaluations too, and balance their bias."""
+
+    def make(evaluate):
+        def evaluated(self, *arguments, **options):
+            result = evaluate(self, *arguments, **options)
+            for module in self.modules():
+                if isinstance(module, Router) and module.load is not None:
+                    module.batch_counted(module.load)
+            return result
+
+        return evaluated
+
+    return replaced(BatchCalls, "eval_batch", make)
+
+
+@bug(
+    "",
+    "Samples skipped if the batch size changes",
+    r"program: a run that resumes in one process with another batch size reads other samples",
+    layout="dp2:dp2",
+)
+def samples_by_the_step():
+    """A resumed run starts at the number of steps times the new batch size."""
+
+    def starts(self):
+        rows, steps = self.options.training.global_batch_size, self.options.training.steps
+        return range(self.first_step * rows, steps * rows, rows)
+
+    return replaced(Run, "batch_starts", lambda _: starts)

@@ -9,7 +9,7 @@ import pytest
 
 from megazoo.errors import UserError
 from megazoo.programs import check_parallel as tool
-from megazoo.testing import check, gallery
+from megazoo.testing import check, gallery, resume
 from megazoo.testing.causes import Comparison
 from megazoo.testing.gallery import BUGS
 from megazoo.testing.gallery.table import verdict_on
@@ -47,6 +47,7 @@ ALL_PARTS = [
     *((Comparison, part, bug) for part, bug in PARTS.items()),
     *((ResumeComparison, part, bug) for part, bug in OF_RESUME.items()),
     (check, "differences", "N22"),
+    (resume, "samples_are_continued", "Samples skipped if the batch size changes"),
 ]
 
 
