@@ -21,7 +21,7 @@ from megazoo.parallel.context import ParallelContext
 from megazoo.programs import check_parallel as tool
 from megazoo.testing import check_types, gallery, shrink
 from megazoo.testing.gallery.planting import replaced, replaced_everywhere
-from megazoo.testing.types import Type, TypeMode, joined
+from megazoo.testing.type_mode import Type, TypeMode, joined
 from tests.support.sampling import marked_slow
 
 LAYOUTS = ["tp2", "tp2+sp", "tp4", "pp2v2", "tp2cp2", "tp2cp2+ulysses", "dp2+zero"]
