@@ -11,10 +11,12 @@ from megazoo.cli.adapters import NO_WEIGHTS, Weights, check_trained
 from megazoo.cli.flags import flag_of
 from megazoo.cli.options import ModelOptions, Options
 from megazoo.data.text_files import is_streamed
+from megazoo.engine.auxiliary import check_joint_losses, declared_losses
 from megazoo.errors import UserError, any_of
 from megazoo.files import brief, reason_of
 from megazoo.lazy import is_installed
 from megazoo.models.config import fields_of_training
+from megazoo.models.counts import whole_model
 from megazoo.models.pretrained import with_labels
 from megazoo.models.registry import FAMILIES, family_of, find_config, tiny_preset
 from megazoo.models.rules import check_batch, check_layout, check_offload, check_sequence
@@ -183,6 +185,8 @@ def check_run(
     check_layout(model, config, layout, parallel.schedule)
     check_trained(options, config, weights)
     check_batch(training.global_batch_size, training.micro_batch_size, dp)
+    count = training.global_batch_size // dp // training.micro_batch_size
+    check_joint_losses(declared_losses(whole_model(config)), layout, parallel.schedule, count)
     for name in ("packing", "separate_documents") if config.num_labels else ():
         if getattr(options.data, name):
             raise UserError(

@@ -13,7 +13,7 @@ from megazoo.layers.layer import declared
 from megazoo.parallel.axes import Axis
 from megazoo.parallel.collectives import all_reduce_over, broadcast_from_stage
 from megazoo.parallel.context import ParallelContext
-from megazoo.parallel.schedule import Exchange
+from megazoo.parallel.schedule import Exchange, schedule_named
 
 
 def declared_losses(model: nn.Module) -> dict[str, int] | None:
@@ -46,6 +46,16 @@ def check_order(names: dict[str, int] | None, table: Iterable, count: int) -> No
             f"the auxiliary loss {joint[0]} is over the whole batch, so all {count} forwards must "
             "precede the first backward: use schedule gpipe, or one micro-batch"
         )
+
+
+def check_joint_losses(
+    names: dict[str, int] | None, layout: ParallelContext, schedule: str, count: int
+) -> None:
+    """Raise UserError if there are joint losses, and the schedule of this name does not support
+    them in a layout. names: see `declared_losses`. count: number of micro-batches."""
+    if any((names or {}).values()):
+        sizes = layout.pp_size, layout.virtual_size, count
+        check_order(names, schedule_named(schedule)(layout.placement.last_rank, *sizes), count)
 
 
 def losses_of(

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megazoo.engine.auxiliary import check_order, declared_losses
+from megazoo.engine.auxiliary import check_joint_losses, declared_losses
 from megazoo.engine.pipeline import MAX_OPEN_EXCHANGES
 from megazoo.errors import UserError
 from megazoo.models.attachment import Attachment
@@ -135,10 +135,9 @@ class Planner(Builder):
         return parameter_count(self.config)
 
     @cached_property
-    def joint_losses(self) -> dict[str, int]:
-        """The sizes of the auxiliary losses over the whole batch."""
-        declared = declared_losses(whole_model(self.config)) or {}
-        return {name: size for name, size in declared.items() if size}
+    def losses(self) -> dict[str, int] | None:
+        """The auxiliary losses of the model: see `declared_losses`."""
+        return declared_losses(whole_model(self.config))
 
     def check(self, layout: ParallelContext, run: PlannedRun) -> None:
         """Raise UserError if the training program does not support the run."""
@@ -155,9 +154,7 @@ class Planner(Builder):
         check_sequence(self.family, self.config, run.seq_length)
         if layout.cp_size > 1:
             self.build(place_in(layout, 0))  # raises an error for more ranks than heads
-        if self.joint_losses:
-            of_last = schedule_tables(layout, run)[layout.placement.last_rank]
-            check_order(self.joint_losses, of_last, microbatches)
+        check_joint_losses(self.losses, layout, run.schedule, microbatches)
 
     def plan(self, layout: ParallelContext, run: PlannedRun) -> Plan:
         """Return the plan of a run. `check` must accept the run."""

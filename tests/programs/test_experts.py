@@ -55,6 +55,14 @@ def test_an_ep_that_does_not_fit_is_refused(saved, monkeypatch, capsys, preset, 
     assert (code, error) == (2, f"generate.py: error: {message}\n")
 
 
+def test_a_schedule_that_can_not_run_a_joint_loss_is_refused_at_the_start(monkeypatch, capsys):
+    arguments = [*SMALL, "--model", "mixtral", "--router-balance", "batch", "--dry-run"]
+    code, _, error = run_main(pretrain, monkeypatch, capsys, *arguments)
+    assert code == 2
+    assert "use schedule gpipe, or one micro-batch" in error
+    assert run_main(pretrain, monkeypatch, capsys, *arguments, "--schedule", "gpipe")[0] == 0
+
+
 def rows_of_text(path):
     """Prompts and completions. The longest row of each replica has another length."""
     rows = ({"prompt": "ab" * (n % 13), "completion": " c" + "d" * (n % 5)} for n in range(60))
