@@ -12,53 +12,17 @@ import torch.nn.functional as F
 
 from megazoo.errors import UserError, any_of
 from megazoo.layers.dispatch import AXIS, Dispatch
+from megazoo.layers.grouped import grouped_linear
 from megazoo.layers.layer import Layer
 from megazoo.layers.mlp import GatedMLP, gated
 from megazoo.layers.router import ReplicatedLinear, Router
-from megazoo.parallel.compile import untraced
 from megazoo.parallel.context import ParallelContext, current_context
-from megazoo.parallel.cpu.products import product_dtype
 from megazoo.parallel.regions import (
     enter_tensor_parallel,
     gather_entering,
     leave_tensor_parallel,
 )
 from megazoo.parallel.shard import ParameterSpec, Shard, units_for
-
-KERNEL_BYTES = 16  # the kernel for groups needs rows whose bytes are a multiple of this
-
-
-@untraced  # the compiler accepts the kernel only in bfloat16
-def grouped_linear(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Multiply each group of rows with another matrix.
-
-    The kernel for groups is used if it accepts the sizes. The formula is
-    `grouped_linear_formula`.
-
-    Args:
-        x: the rows, group by group, [rows, inputs].
-        weight: [groups, outputs, inputs].
-        counts: rows of each group, int64 [groups].
-
-    Returns:
-        [rows, outputs].
-    """
-    if x.is_meta:  # the counts have no values; one matrix costs as much as several
-        return F.linear(x, weight[0])
-    aligned = all(size * x.element_size() % KERNEL_BYTES == 0 for size in weight.shape[1:])
-    if not aligned or not len(x):
-        return grouped_linear_formula(x, weight, counts)
-    dtype = product_dtype(x)  # CPUs may multiply bfloat16 faster as fp32
-    ends = counts.cumsum(0).int()
-    return F.grouped_mm(x.to(dtype), weight.to(dtype).mT, offs=ends).to(x.dtype)
-
-
-def grouped_linear_formula(
-    x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor
-) -> torch.Tensor:
-    """Multiply each group of rows with another matrix: see `grouped_linear`."""
-    groups = zip(x.split(counts.tolist()), weight.unbind(), strict=True)
-    return torch.cat([F.linear(rows, matrix) for rows, matrix in groups])
 
 
 class _StackedLinear(Layer):
@@ -92,7 +56,7 @@ class _StackedLinear(Layer):
     def forward(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Return the products of the rows of each expert, [rows, inputs] -> [rows, outputs].
         counts: rows of each expert of this rank."""
-        return (self.lora or grouped_linear)(x, self.weight, counts)
+        return (self.lora or grouped_linear)(x, self.weight, counts, self.weight_queue)
 
 
 class ColumnParallelExperts(_StackedLinear):

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from megazoo.layers.dropout import Dropout
-from megazoo.layers.experts import grouped_linear
+from megazoo.layers.grouped import grouped_linear
 from megazoo.layers.layer import Layer
 from megazoo.layers.matmul import linear, multiply
 from megazoo.parallel.context import ParallelContext
@@ -171,10 +171,16 @@ class Adapters(_Adapters):
 class ExpertAdapters(_Adapters):
     """Hold the adapter of the stacked weights of a layer's experts."""
 
-    def forward(self, x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        counts: torch.Tensor,
+        queue: WeightQueue | AtOnce | None = None,
+    ) -> torch.Tensor:
         """Return the output of the layer with its adapter. The arguments are those of
-        `megazoo.layers.experts.grouped_linear`."""
+        `megazoo.layers.grouped.grouped_linear`."""
         (adapter,) = self.values()
-        inner = grouped_linear(x, adapter.synced_parameter("A"), counts) * adapter.scale
-        y = grouped_linear(x, weight, counts)
-        return y + grouped_linear(inner, adapter.synced_parameter("B"), counts)
+        inner = grouped_linear(x, adapter.synced_parameter("A"), counts, queue) * adapter.scale
+        y = grouped_linear(x, weight, counts, queue)
+        return y + grouped_linear(inner, adapter.synced_parameter("B"), counts, queue)

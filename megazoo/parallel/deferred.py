@@ -2,10 +2,13 @@
 that split the backward, later."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from megazoo.torch_internals import has_gradient_hooks, product_in_fp32
+
+Add = Callable[[torch.Tensor | None], torch.Tensor]
 
 
 class WeightQueue:
@@ -18,7 +21,7 @@ class WeightQueue:
     def __init__(self, received: Callable[[torch.nn.Parameter], None]):
         self.received = received
         self.weights: set[torch.nn.Parameter] = set()
-        self._waiting: list[tuple[torch.nn.Parameter, torch.Tensor, torch.Tensor]] = []
+        self._waiting: list[tuple[torch.nn.Parameter, Add]] = []
 
     def serves(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
         """Say whether a layer that multiplies x by `weight` should use the queue: any should."""
@@ -27,7 +30,12 @@ class WeightQueue:
     def put(self, weight: torch.nn.Parameter, a: torch.Tensor, b: torch.Tensor) -> None:
         """Add the product a b to the weight's gradient later. Returns what is left for autograd to
         add: nothing."""
-        self._waiting.append((weight, a, b))
+        self.put_sum(weight, partial(add_product, a=a, b=b))
+
+    def put_sum(self, weight: torch.nn.Parameter, add: Add) -> None:
+        """Change the weight's gradient later to add(gradient). add: takes the gradient so far, or
+        None, and may return it."""
+        self._waiting.append((weight, add))
         self.weights.add(weight)
 
     def take(self) -> Callable[[], None]:
@@ -35,10 +43,11 @@ class WeightQueue:
         waiting, self._waiting = self._waiting, []
 
         def compute() -> None:
-            weights = dict.fromkeys(weight for weight, *_ in waiting)
+            weights = dict.fromkeys(weight for weight, _ in waiting)
             while waiting:
-                weight, a, b = waiting.pop(0)
-                weight.grad = add_product(weight.grad, a, b)
+                weight, add = waiting.pop(0)
+                weight.grad = add(weight.grad)
+                del add  # and the tensors that it multiplies
             for weight in weights:
                 self.received(weight)
 

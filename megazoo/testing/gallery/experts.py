@@ -6,7 +6,7 @@ from megazoo.engine import auxiliary
 from megazoo.engine.microbatch import MicroBatch
 from megazoo.layers.auxiliary import AuxiliaryLosses
 from megazoo.layers.dispatch import Dispatch
-from megazoo.layers.experts import grouped_linear
+from megazoo.layers.grouped import grouped_linear
 from megazoo.layers.router import Router
 from megazoo.lora.layers import ExpertAdapters
 from megazoo.parallel.context import ParallelContext
@@ -243,12 +243,12 @@ def expert_adapter_summed_twice():
     experts' output, and again together with it."""
 
     def make(forward):
-        def summed(self, x, weight, counts):
-            y = forward(self, x, weight, counts)
+        def summed(self, x, weight, counts, queue=None):
+            y = forward(self, x, weight, counts, queue)
             (adapter,) = self.values()
             if not adapter.dropout.parallel:
                 return y
-            plain = grouped_linear(x, weight, counts)
+            plain = grouped_linear(x, weight, counts, queue)
             return plain + reduce_from_tensor_parallel(y - plain, adapter.ctx)
 
         return summed

@@ -6,8 +6,32 @@ import torch.nn.functional as F
 
 from megazoo.errors import UserError
 from megazoo.layers import MixtureOfExperts, Router, RowParallelExperts
-from megazoo.layers.experts import grouped_linear, grouped_linear_formula
+from megazoo.layers.grouped import grouped_linear, grouped_linear_formula
 from megazoo.parallel import ParallelContext
+from megazoo.parallel.deferred import WeightQueue
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("counts", [(3, 0, 7, 2), (0, 0, 0, 0)])
+@pytest.mark.parametrize("outputs", [16, 7])
+def test_a_queue_adds_the_gradient_of_the_weight_later(dtype, counts, outputs):
+    torch.manual_seed(1)
+    counts, received = torch.tensor(counts), []
+    x = torch.randn(int(counts.sum()), 8, dtype=dtype, requires_grad=True)
+    weight = torch.nn.Parameter(torch.randn(4, outputs, 8, dtype=dtype))
+    weight.grad_dtype = torch.float32
+    expected = torch.autograd.grad(grouped_linear(x, weight, counts).square().sum(), (x, weight))
+    queue = WeightQueue(received.append)
+    for count in range(1, 3):  # micro-batches
+        x.grad = None
+        grouped_linear(x, weight, counts, queue).square().sum().backward()
+        assert len(received) == count - 1
+        queue.take()()
+        torch.testing.assert_close(x.grad, expected[0])
+        torch.testing.assert_close(weight.grad, count * expected[1].float(), rtol=1e-2, atol=1e-5)
+    assert len(received) == 2
+    assert weight.grad is not None
+    assert weight.grad.dtype == torch.float32
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

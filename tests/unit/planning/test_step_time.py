@@ -138,3 +138,19 @@ def test_what_goes_on_beside_products_by_hand(family):
         (costs,) = planner.costs(planner.build(place_in(layout, 0)), run, table)
         assert costs["F"].sent_beside == 0
         assert costs["B"].sent_beside == (beside * config.layers + beside // 2) * part
+
+
+def test_a_zero_bubble_schedule_delays_the_weights_of_experts():
+    """Of a stage in the middle: all products but attention's and the router's wait for W."""
+    config = find_config("mixtral-tiny")
+    run = PlannedRun(
+        micro_batch_size=2, global_batch_size=8, seq_length=16, dtype="float32", schedule="zb-h1"
+    )
+    layout, planner = ParallelContext.virtual(pp=4), Planner(config)
+    model = planner.build(place_in(layout, 1))
+    (costs,) = planner.costs(model, run, schedule_tables(layout, run)[1])
+    tokens, hidden = 2 * 16, config.hidden_size
+    projections = sum(entry.parameter.numel() for entry in model.entries() if "qkv" in entry.name)
+    projections += hidden * hidden
+    experts = config.experts_per_token * 3 * hidden * config.ffn_size
+    assert costs["W"].flops == 2 * tokens * (projections + experts)
