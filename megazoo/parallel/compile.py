@@ -17,8 +17,9 @@ _untraced: list[Callable] = []
 def untraced(function: Callable) -> Callable:
     """Mark a function that torch.compile must call between its graphs, without tracing it.
 
-    It must be called through its module or its class. torch.compiler.disable would import
-    torch._dynamo immediately (0.7 s); here the import is delayed until `prepare_to_compile`.
+    torch.compiler.disable would import torch._dynamo immediately (0.7 s); here the import is
+    delayed until `prepare_to_compile`. It replaces the function in its class, or in all modules
+    that have imported it.
     """
     _untraced.append(function)
     return function
@@ -29,12 +30,18 @@ def prepare_to_compile(device: torch.device) -> None:
     check_compiler(device.type)
     # A layer is compiled again for training, evaluation, masks, and scales that vary by index.
     allow_recompilations(128)
+    functions = {}
     while _untraced:
         function = _untraced.pop()
         owner, (*classes, name) = sys.modules[function.__module__], function.__qualname__.split(".")
         for class_name in classes:
             owner = getattr(owner, class_name)
-        setattr(owner, name, torch.compiler.disable(function))
+        functions[id(function)] = torch.compiler.disable(function)
+        setattr(owner, name, functions[id(function)])
+    for module in list(sys.modules.values()):
+        for name, value in list(getattr(module, "__dict__", {}).items()):
+            if id(value) in functions:
+                setattr(module, name, functions[id(value)])
 
 
 def check_compiler(device: str) -> None:

@@ -9,6 +9,7 @@ import megazoo
 from megazoo import pretrain
 from megazoo.errors import UserError
 from megazoo.layers import CausalSelfAttention
+from megazoo.models.registry import find_config
 from megazoo.parallel.compile import prepare_to_compile
 from tests.support.sampling import pairs_covered, sampled
 from tests.support.training import (
@@ -55,6 +56,12 @@ CUT = [dict(cp=2, method="ulysses"), dict(cp=2, method="allgather")]
 
 def test_the_graphs_of_a_pipeline_with_full_recomputation_train_alike(ranks):
     assert_trains_alike(ranks, SHORT, dict(pp=2), ("full",), **GRAPHS)
+
+
+def test_the_graphs_of_experts_train_alike(ranks):
+    sizes = {"experts": 4, "vocab_size": SHORT.vocab_size, "max_positions": SHORT.max_positions}
+    config = replace(find_config("mixtral-tiny"), layers=2, **sizes)
+    assert_trains_alike(ranks, config, dict(pp=2), schedule="zb-h1", **GRAPHS)
 
 
 @pytest.mark.parametrize("layout", sampled(CUT, 1, name=layout_name))
