@@ -8,6 +8,7 @@ import torch
 
 from megazoo.cli.adapters import open_with_base
 from megazoo.cli.classifier import with_pad_token
+from megazoo.cli.commands import torchrun_line
 from megazoo.cli.flags import File, Name, Source
 from megazoo.cli.launch.starting import data_parallel_size, start_missing_ranks
 from megazoo.cli.options import AS_STORED, ImportOption, VerifyOption
@@ -100,8 +101,15 @@ def load_for_inference(
     stage_layers = parse_stage_layers(options.stage_layers)
     dp = data_parallel_size(options.tp, options.pp, options.cp)
     check_value("ep", options.ep)
+    least = math.lcm(options.ep, options.cp) // options.cp
     if world_size() == 1:
-        dp = math.lcm(options.ep, options.cp) // options.cp
+        dp = least
+    elif dp % least:
+        ranks = options.tp * options.pp * options.cp * least * math.ceil(dp / least)
+        raise UserError(
+            f"--ep {options.ep} must divide the number of replicas, and the launcher started "
+            f"{dp * options.cp}: use {torchrun_line(ranks)}"
+        )
     check_expert_parallel(config, options.ep, dp, options.cp)
     # The ranks of --cp are replicas here: generation and scoring need full sequences.
     replicas, folded = dp * options.cp, {"ep": options.ep} if options.ep > 1 else {}

@@ -84,13 +84,13 @@ class Batches:
         - input_ids, targets: int64 [batch, longest sample], padded on the right. No token attends
           to the padding. With context parallelism, only this rank's chunks.
         - document_ids: int64 [batch, longest sample], only if tokens must not attend to other
-          documents, or padding is marked. With context parallelism they are not split, because
-          attention needs the documents of the complete row.
+          documents, or if padding is marked and the rows have different lengths. With context
+          parallelism they are not split, because attention needs the documents of the complete row.
         - position_ids: the same shape, only if tokens must not attend to other documents.
         - sequence_length: length of the longest sample, only with context parallelism.
 
-        For a classifier: input_ids and document_ids, not split by context parallelism, and labels,
-        int64 [batch] or float32 [batch, numbers].
+        For a classifier: input_ids and, if padding is marked, document_ids, neither split by
+        context parallelism, and labels, int64 [batch] or float32 [batch, numbers].
         """
         if self.blend is None:
             return {}

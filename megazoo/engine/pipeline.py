@@ -98,8 +98,8 @@ def run_pipeline(
         loss_fn: loss_fn(logits, labels), a custom loss: the mean of a micro-batch. The means are
             weighted by label_count.
         loss_scale: factor of the gradients, for float16.
-        weight_queue: stores the weight gradients of linear layers, for a schedule that computes
-            them separately.
+        weight_queue: stores the weight gradients of linear layers and experts, for a schedule that
+            computes them separately.
 
     Returns:
         The loss; and on the last stage the collected outputs, concatenated along the batch.

@@ -309,7 +309,7 @@ class TrainingEngine:
         """Within this block, gradients of copies over tp stay partial: they are summed once for all
         micro-batches.
 
-        queue: delays the gradients of linear weights, or None.
+        queue: delays the gradients of weights that multiply tokens, or None.
         """
         modules = [module for module in self.model.modules() if isinstance(module, ShardedModule)]
         for module in modules:

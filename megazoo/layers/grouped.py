@@ -89,7 +89,7 @@ def _add_gradients(
     total: [groups, outputs, inputs], or None. grad: [rows, outputs]. x: [rows, inputs].
     """
     if x.is_meta:
-        sums = (grad.t() @ x).expand(len(counts), -1, -1)
+        sums = (grad.t() @ x).expand(len(counts), -1, -1).contiguous()
     elif _kernel_accepts(x, grad.shape[1], x.shape[1]):
         dtype, ends = product_dtype(x), counts.cumsum(0).int()
         sums = F.grouped_mm(grad.to(dtype).t(), x.to(dtype), offs=ends)

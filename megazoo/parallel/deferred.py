@@ -34,7 +34,7 @@ class WeightQueue:
 
     def put_sum(self, weight: torch.nn.Parameter, add: Add) -> None:
         """Change the weight's gradient later to add(gradient). add: takes the gradient so far, or
-        None, and may return it."""
+        None, and returns the new one. It may add in place."""
         self._waiting.append((weight, add))
         self.weights.add(weight)
 

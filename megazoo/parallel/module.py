@@ -52,7 +52,7 @@ class ShardedModule(nn.Module):
     Attributes:
         sums_later: whether the caller of backward sums partial gradients, once for many backwards,
             as train_batch does (`sum_over_copies`).
-        weight_queue: adds the gradients of linear weights in train_batch.
+        weight_queue: adds the gradients of weights that multiply tokens in train_batch.
         multiplied: names of the parameters that are matrices which multiply every token.
             `flops_per_token` counts them, and Muon trains them.
         shown: names of attributes that print(module) shows after the parameters.

@@ -204,7 +204,9 @@ def _check_program(
     except RankError as error:
         verdict.cause = f"program: it ends with {last_line(error)}"
         return
-    first = next(differences(ranks[0], program[0], tolerance), None)
+    found = ranks[0]
+    found.changed.update(*(rank.changed for rank in [*ranks, *program]))
+    first = next(differences(found, program[0], tolerance), None)
     if first:
         reason = usual.EVALUATION if first.startswith("evaluation") else usual.PROGRAM
         verdict.cause, verdict.usual = f"program: {first}", reason

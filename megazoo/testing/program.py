@@ -136,8 +136,8 @@ def differences_of_resumed(
 
 
 def samples_are_continued(whole: Numbers, resumed: Numbers) -> bool:
-    """Return whether a run in one process that resumes with a larger batch reads the samples that
-    follow those before the checkpoint. whole: of the run that saved after the first step."""
+    """Return whether a run in one process that resumes with a larger batch begins with the samples
+    that follow those before the checkpoint. whole: of the run that saved after the first step."""
     return resumed.rows[:ROWS] == whole.rows[ROWS : 2 * ROWS]
 
 

@@ -124,7 +124,7 @@ def check_resume(
         runs: dict[Layout, list[Run] | str] = {}  # of all ranks, or an error
         try:
             run_in_one_process(pool, train_without_a_stop, subject, one)
-            samples = ""
+            samples = None
             if subject.dtype == "float32" and not subject.lora_rank:
                 samples = _check_batch_size(pool, subject, root / "batch_size")
             for saved, resumed in pairs:
@@ -143,7 +143,7 @@ def check_resume(
                     pair = (saved, resumed)
                     verdict = _check_pair(pool, subject, pair, place, one, saver, tolerance)
                     if verdict.passed and samples:
-                        verdict.cause, verdict.usual = f"program: {samples}", usual.RESUMED_ORDER
+                        verdict.cause, verdict.usual = samples.text, samples.usual
                     yield verdict
         finally:
             pool.close()
@@ -215,17 +215,18 @@ def _check_program(
         verdict.cause, verdict.usual = f"program: {text}", usual.PROGRAM_RESUMED
 
 
-def _check_batch_size(pool: RankPool, subject: Subject, directory: Path) -> str | None:
-    """Resume the training program in one process with twice the batch size. Return a sentence if it
-    skips or repeats samples."""
+def _check_batch_size(pool: RankPool, subject: Subject, directory: Path) -> Finding | None:
+    """Resume the training program in one process with twice the batch size. Return a finding if it
+    skips or repeats samples, or ends with an error."""
     flags = ["--global-batch-size", str(2 * ROWS)]
     runs = _run_and_resume(pool, subject, Layout(), directory, flags)
     if isinstance(runs, str):
-        return runs
+        return Finding(f"program: {runs}", "")
     (whole,), (larger,) = runs
     if samples_are_continued(whole, larger):
         return None
-    return "a run that resumes in one process with another batch size reads other samples"
+    text = "program: a run that resumes with another batch size reads other samples"
+    return Finding(f"{text}, in one process", usual.RESUMED_ORDER)
 
 
 def _run_and_resume(

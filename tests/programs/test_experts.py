@@ -6,6 +6,7 @@ import pytest
 
 import megazoo
 from megazoo import pretrain
+from megazoo.cli import inference
 from megazoo.models.registry import find_config
 from megazoo.programs import evaluate, generate
 from tests.support.data import write_lines
@@ -53,6 +54,38 @@ def test_an_ep_that_does_not_fit_is_refused(saved, monkeypatch, capsys, preset, 
     arguments = ["--tokenizer", "byte", "--prompt", "a", "--ep", ep]
     code, _, error = run_main(generate, monkeypatch, capsys, saved / preset, *arguments)
     assert (code, error) == (2, f"generate.py: error: {message}\n")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "started"), [((2, 1, 1, 2), 2), ((1, 1, 3, 2), 2), ((1, 2, 4, 2), 1)]
+)
+def test_the_command_starts_the_replicas_that_ep_needs(saved, monkeypatch, sizes, started):
+    """sizes: tp, pp, cp and ep. started: dp."""
+
+    class Started(Exception):
+        pass
+
+    def start(*sizes, **_):
+        raise Started(sizes)
+
+    monkeypatch.setattr(inference, "start_missing_ranks", start)
+    flags = [f"--{name}={size}" for name, size in zip(("tp", "pp", "cp", "ep"), sizes, strict=True)]
+    with pytest.raises(Started) as caught:
+        generate.main([str(saved / "mixtral-tiny"), "--tokenizer", "byte", "--prompt", "a", *flags])
+    assert caught.value.args[0] == (*sizes[:3], started)
+
+
+def test_too_few_replicas_for_ep_are_refused(ranks, saved):
+    arguments = [str(saved / "mixtral-tiny"), "--tokenizer", "byte", "--prompt", "a"]
+    (told,) = set(ranks(error_of, 2, [*arguments, "--tp", "2", "--ep", "2"]))
+    expected = "--ep 2 must divide the number of replicas, and the launcher started 1: use torchrun"
+    assert told.startswith(f"{expected} --nproc-per-node 4 ")
+
+
+def error_of(arguments):
+    with pytest.raises(megazoo.UserError) as caught:
+        generate.main(arguments)
+    return str(caught.value)
 
 
 def test_a_schedule_that_can_not_run_a_joint_loss_is_refused_at_the_start(monkeypatch, capsys):

@@ -135,7 +135,7 @@ def bias_moved_by_evaluation():
 @bug(
     "",
     "Samples skipped if the batch size changes",
-    r"program: a run that resumes in one process with another batch size reads other samples",
+    r"program: a run that resumes with another batch size reads other samples",
     layout="dp2:dp2",
 )
 def samples_by_the_step():

@@ -154,3 +154,5 @@ def test_a_zero_bubble_schedule_delays_the_weights_of_experts():
     projections += hidden * hidden
     experts = config.experts_per_token * 3 * hidden * config.ffn_size
     assert costs["W"].flops == 2 * tokens * (projections + experts)
+    gate_up = next(entry for entry in model.entries() if "gate_up" in entry.name)
+    assert costs["W"].peak - costs["W"].held >= gate_up.parameter.nbytes
