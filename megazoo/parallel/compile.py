@@ -18,8 +18,8 @@ def untraced(function: Callable) -> Callable:
     """Mark a function that torch.compile must call between its graphs, without tracing it.
 
     torch.compiler.disable would import torch._dynamo immediately (0.7 s); here the import is
-    delayed until `prepare_to_compile`. It replaces the function in its class, or in all modules
-    that have imported it.
+    delayed until `prepare_to_compile`. It replaces the function in its class, or in every module
+    that has imported it.
     """
     _untraced.append(function)
     return function
