@@ -99,17 +99,7 @@ def load_for_inference(
         config = with_pad_token(config, source, tokenizer)
     source.model.check(config, options.tp, options.pp)
     stage_layers = parse_stage_layers(options.stage_layers)
-    dp = data_parallel_size(options.tp, options.pp, options.cp)
-    check_value("ep", options.ep)
-    least = math.lcm(options.ep, options.cp) // options.cp
-    if world_size() == 1:
-        dp = least
-    elif dp % least:
-        ranks = options.tp * options.pp * options.cp * least * math.ceil(dp / least)
-        raise UserError(
-            f"--ep {options.ep} must divide the number of replicas, and the launcher started "
-            f"{dp * options.cp}: use {torchrun_line(ranks)}"
-        )
+    dp = _data_parallel_size(options)
     check_expert_parallel(config, options.ep, dp, options.cp)
     # The ranks of --cp are replicas here: generation and scoring need full sequences.
     replicas, folded = dp * options.cp, {"ep": options.ep} if options.ep > 1 else {}
@@ -151,3 +141,23 @@ def load_for_inference(
             merge(model)
         round_to_int8(model)
     return model.eval(), tokenizer
+
+
+def _data_parallel_size(options: InferenceOptions) -> int:
+    """Return the data-parallel size: that of the launcher's ranks, or the smallest one for --ep.
+
+    Raises:
+        UserError: A size is invalid, or the number of ranks does not fit.
+    """
+    dp = data_parallel_size(options.tp, options.pp, options.cp)
+    check_value("ep", options.ep)
+    least = math.lcm(options.ep, options.cp) // options.cp
+    if world_size() == 1:
+        return least
+    if dp % least:
+        ranks = options.tp * options.pp * options.cp * least * math.ceil(dp / least)
+        raise UserError(
+            f"--ep {options.ep} must divide the number of replicas, and the launcher started "
+            f"{dp * options.cp}: use {torchrun_line(ranks)}"
+        )
+    return dp

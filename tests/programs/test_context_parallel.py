@@ -178,10 +178,10 @@ def test_generation_and_scores_are_those_of_one_process(saved, ranks, tmp_path):
     scored = ["--text", str(text), "--seq-length", "17", "--device", "cpu"]
     written = ["--prompt", "def ", "--max-new-tokens", "8", "--device", "cpu"]
     for tool, arguments in ((evaluate, scored), (generate, written)):
-        alone = output_of(tool.main, [str(saved), *arguments])
+        expected = output_of(tool.main, [str(saved), *arguments])
         layout = ["--cp", "2", "--tp", "2"]
-        together, *others = ranks(output_of, 4, tool.main, [str(saved), *arguments, *layout])
-        assert together == alone != ""
+        found, *others = ranks(output_of, 4, tool.main, [str(saved), *arguments, *layout])
+        assert found == expected != ""
         assert others == [""] * 3
 
 

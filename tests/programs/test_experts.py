@@ -36,9 +36,9 @@ def test_generation_and_scores_are_those_of_one_process(saved, ranks, tmp_path):
         (generate, [*drawn, "--max-new-tokens", "4"], "--ep 4"),
         (generate, ["--prompt", "def ", "--max-new-tokens", "4"], "--tp 2 --cp 2 --ep 2"),
     ):
-        alone = output_of(tool.main, [*common, *arguments])
-        together, *others = ranks(output_of, 4, tool.main, [*common, *arguments, *layout.split()])
-        assert together == alone != ""
+        expected = output_of(tool.main, [*common, *arguments])
+        found, *others = ranks(output_of, 4, tool.main, [*common, *arguments, *layout.split()])
+        assert found == expected != ""
         assert others == [""] * 3
 
 
@@ -77,9 +77,9 @@ def test_the_command_starts_the_replicas_that_ep_needs(saved, monkeypatch, sizes
 
 def test_too_few_replicas_for_ep_are_refused(ranks, saved):
     arguments = [str(saved / "mixtral-tiny"), "--tokenizer", "byte", "--prompt", "a"]
-    (told,) = set(ranks(error_of, 2, [*arguments, "--tp", "2", "--ep", "2"]))
+    (message,) = set(ranks(error_of, 2, [*arguments, "--tp", "2", "--ep", "2"]))
     expected = "--ep 2 must divide the number of replicas, and the launcher started 1: use torchrun"
-    assert told.startswith(f"{expected} --nproc-per-node 4 ")
+    assert message.startswith(f"{expected} --nproc-per-node 4 ")
 
 
 def error_of(arguments):
@@ -121,10 +121,10 @@ def test_padding_chooses_no_expert(ranks, tmp_path, rows):
     )
     assert len(one) == len(several) == 2
     tokens = 0
-    for alone, together in zip(one, several, strict=True):
-        for loads in alone["expert_tokens"].values():
-            assert sum(loads) == 2 * (alone["consumed_tokens"] - tokens)  # top 2
-        tokens = alone["consumed_tokens"]
-        assert together["expert_tokens"] == alone["expert_tokens"]
+    for single, sharded in zip(one, several, strict=True):
+        for loads in single["expert_tokens"].values():
+            assert sum(loads) == 2 * (single["consumed_tokens"] - tokens)  # top 2
+        tokens = single["consumed_tokens"]
+        assert sharded["expert_tokens"] == single["expert_tokens"]
         for name in ("loss", "auxiliary_router_balance", "grad_norm"):
-            assert together[name] == pytest.approx(alone[name], rel=1e-5)
+            assert sharded[name] == pytest.approx(single[name], rel=1e-5)

@@ -79,7 +79,7 @@ def title_of(bug) -> str:
 def test_a_planted_bug_is_found_and_named(bug):
     outcome = outcome_of(bug)
     assert outcome.found, outcome.cause
-    is_error = str(outcome.cause).startswith("it ends with")  # which is a cause of its own
+    is_error = str(outcome.cause).startswith("it ends with")  # it has no usual cause
     assert outcome.usual or is_error or bug.layout == "transformers"
 
 
