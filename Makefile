@@ -4,12 +4,14 @@
 # make site       the documentation as a site, in site/
 # make check      ruff, pyrefly, and half a minute of tests: for the loop of someone who edits
 # make test       the environment, ruff, pyrefly, and the tests
-# make test-all   the slow sweeps, too
+# make test-all   the slow sweeps, too; SHARD=3/8 runs the third of eight shards
+# make durations  make test, and record its seconds per folder in tests/support/durations.json
 
 PYTHON ?= python3
 VENV ?= .venv
 # Processes that run tests side by side, each with ranks of its own.
 WORKERS ?= 2
+SHARD ?=
 RUN := $(VENV)/bin/python
 PLAIN := $(VENV)/.plain
 INSTALLED := $(VENV)/.installed
@@ -44,7 +46,10 @@ test: lint
 	$(PYTEST)
 
 test-all: lint
-	$(PYTEST) -m "slow or not slow"
+	$(PYTEST) -m "slow or not slow" $(if $(SHARD),--shard $(SHARD))
+
+durations: lint
+	$(PYTEST) --record-durations tests/support/durations.json
 
 lint: $(INSTALLED)
 	$(RUN) -m ruff check .
@@ -63,4 +68,4 @@ $(INSTALLED): $(PLAIN)
 	$(RUN) -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[dev]"
 	touch $@
 
-.PHONY: env pretrain layouts site check test test-all lint
+.PHONY: env pretrain layouts site check test test-all durations lint

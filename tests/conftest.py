@@ -1,9 +1,9 @@
-import collections
 import os
 import shutil
 import signal
 import tempfile
 import textwrap
+from pathlib import Path
 
 # several tests run side by side: threads would wait for each other
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -13,6 +13,8 @@ import torch
 
 from megazoo.testing import RankPool
 from megazoo.testing.ranks import PRELOADED
+from tests.support import budget
+from tests.support.sampling import shard_of
 
 # Modules that tests import and that take seconds to load: the server of ranks loads them once.
 PRELOADED += ["pytest", "megazoo.pretrain"]
@@ -37,18 +39,32 @@ def pytest_unconfigure(config):
     shutil.rmtree(getattr(config, "hugging_face_home", ""), ignore_errors=True)
 
 
-def pytest_terminal_summary(terminalreporter):
-    """The seconds that each folder of tests took, of all workers together."""
-    seconds, tests = collections.Counter(), collections.Counter()
-    for reports in terminalreporter.stats.values():
-        for report in reports:
-            if hasattr(report, "duration"):
-                folder = os.path.dirname(report.nodeid.partition("::")[0])
-                seconds[folder] += report.duration
-                tests[folder] += report.when == "call"
-    terminalreporter.section("seconds and tests by folder")
-    for folder, duration in seconds.most_common():
-        terminalreporter.line(f"{duration:8.1f} {tests[folder]:5d} {folder}")
+def pytest_addoption(parser):
+    group = parser.getgroup("megazoo")
+    group.addoption("--shard", help="run one shard of the tests: 3/8 is the third of eight")
+    group.addoption("--record-durations", type=Path, help="write the seconds per folder to a file")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Keep the tests of one shard: every eighth, so that each shard has some of every folder."""
+    if config.option.shard:
+        index, count = shard_of(config.option.shard)
+        config.hook.pytest_deselected(
+            items=[item for number, item in enumerate(items) if number % count != index]
+        )
+        items[:] = items[index::count]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter, config):
+    """Print the seconds of each folder of tests, of all workers together."""
+    reports = [report for found in terminalreporter.stats.values() for report in found]
+    seconds, tests = budget.by_folder(reports)
+    terminalreporter.section("worker seconds by folder")
+    for line in budget.table(seconds, tests, budget.recorded()):
+        terminalreporter.line(line)
+    if config.option.record_durations:
+        budget.record(seconds, tests, config.option.record_durations)
 
 
 @pytest.fixture(scope="session")

@@ -54,3 +54,15 @@ def pairs_covered(*factors: list, possible=lambda *_: True, seed: int = 0) -> li
         missing -= pairs[best]
         chosen.append(cases[best])
     return chosen
+
+
+def shard_of(text: str) -> tuple[int, int]:
+    """Return the index from 0 and the number of shards of "3/8".
+
+    Raises:
+        pytest.UsageError: The text has another form.
+    """
+    index, _, count = text.partition("/")
+    if not (index.isdigit() and count.isdigit() and 1 <= int(index) <= int(count)):
+        raise pytest.UsageError(f"--shard is {text!r}: use a number and a count, such as 3/8")
+    return int(index) - 1, int(count)
