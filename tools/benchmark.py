@@ -30,7 +30,7 @@ from megazoo.files import write_text
 
 CASES = (
     "train", "experts", "sequence", "lora", "parallel", "pipeline", "build", "generate",
-    "checkpoint", "data", "plan", "gpu", "scaling",
+    "checkpoint", "data", "plan", "gpu", "gpu_rows", "scaling",
 )  # fmt: skip
 COLUMNS = (
     "case",
@@ -58,6 +58,10 @@ class Options:
     directory: File = None
     """Directory for the measured files, with room for five such models. By default, it is the
     temporary directory."""
+    rows: str = ""
+    """Comma-separated rows of `gpu_rows`. By default, all rows are measured."""
+    tiny: bool = False
+    """Run `gpu_rows` with tiny models on the CPU, to try it."""
     json: File = None
     """File for the numbers."""
     picture: File = None
@@ -77,7 +81,8 @@ def main(arguments: list[str]) -> None:
         if options.case != "scaling":
             raise UserError("--picture draws the curves of the case scaling: pass that case")
         picture.pyplot()  # raises before the measurements if matplotlib is missing
-    setup = Setup(options.pairs, options.gigabytes, options.directory)
+    rows = tuple(filter(None, options.rows.split(",")))
+    setup = Setup(options.pairs, options.gigabytes, options.directory, rows, options.tiny)
     print(f"{machine()}\n")
     if options.case == "scaling":
         values = grow(setup, options.picture)
@@ -92,7 +97,7 @@ def compare(case: str, setup: Setup) -> list[dict]:
     """Print the table of a case, or of all cases, and return the results as values for JSON."""
     cases = [case]
     if case == "all":
-        cases = [each for each in CASES if each not in ("gpu", "scaling")]
+        cases = [each for each in CASES if each not in ("gpu", "gpu_rows", "scaling")]
         cases += ["gpu"] if torch.cuda.is_available() else []
     print(laws.heading(COLUMNS))
     results = []

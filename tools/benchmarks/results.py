@@ -14,11 +14,15 @@ class Setup:
         pairs: Runs of each side, alternating.
         gigabytes: Size of the checkpoints.
         directory: Directory for files.
+        rows: Names of the rows of gpu_rows; none: all of them.
+        tiny: Whether gpu_rows runs tiny models on the CPU.
     """
 
     pairs: int
     gigabytes: float
     directory: Path | None
+    rows: tuple[str, ...] = ()
+    tiny: bool = False
 
 
 class Result(NamedTuple):

@@ -41,13 +41,14 @@ def training(preset: str, length: int, rows: int, pairs: int) -> Iterator[Result
         yield Result(f"{name}: {part}, of the step", seconds, steps)
 
 
-def model_of(preset: str, length: int, device: str):
-    """Build the preset in bf16, without dropout, for this sequence length."""
+def model_of(preset: str, length: int, device: str, layers: int | None = None):
+    """Build the preset in bf16, without dropout, for this sequence length and number of layers."""
     import megazoo
     from megazoo.models.registry import find_config
 
     rates = dict.fromkeys(("embedding_dropout", "attention_dropout", "residual_dropout"), 0.0)
     config = replace(find_config(preset), max_positions=length)
+    config = replace(config, layers=layers or config.layers)
     if hasattr(config, "embedding_dropout"):
         config = replace(config, **rates)
     ctx = megazoo.ParallelContext.from_torch(device=device)
