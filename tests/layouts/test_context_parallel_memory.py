@@ -123,10 +123,10 @@ def largest_tensor(length, cp):
 
 
 def test_no_tensor_is_of_all_heads_queries_and_keys(ranks):
-    """Of 2,048 tokens on four ranks: a bias is of a chunk, and keys up to its end."""
-    s = 2048
+    """Of 8,192 tokens on four ranks: a bias is of a chunk, and keys up to its end."""
+    s = 8192
     assert max(ranks(largest_tensor, 4, s, 4, timeout=240)) == MPT.heads * (s // 8) * s
-    assert largest_tensor(512, 1) == MPT.heads * 512**2  # so the measure sees it
+    assert largest_tensor(1024, 1) == MPT.heads * 1024**2  # so the measure sees it
 
 
 @pytest.mark.slow
