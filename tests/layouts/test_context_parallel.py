@@ -180,7 +180,9 @@ def outputs_in(config, layout: dict):
     return model.has_last, found
 
 
-@pytest.mark.parametrize("layout", [CP3, ULYSSES, TP, PP])
+@pytest.mark.parametrize(
+    "layout", marked_slow([ULYSSES, PP, CP3, TP], lambda number, _: number > 1)
+)
 def test_logits_are_whole_and_in_order_and_losses_and_counts_right(ranks, layout):
     _, expected = outputs_in(GPT2, {})
     for has_last, found in in_layout(ranks, outputs_in, layout, GPT2):
@@ -208,7 +210,9 @@ def uneven_replicas(kind: str, layout: dict):
     return (loss.item(), model.eval_batch(**batch, return_count=True)[1].item()), gradients
 
 
-@pytest.mark.parametrize("layout", [DP, "cp2dp2+ulysses"])
+@pytest.mark.parametrize(
+    "layout", marked_slow([DP, "cp2dp2+ulysses"], lambda number, _: number > 0)
+)
 def test_a_replica_may_have_nothing_to_do(ranks, layout):
     for kind in ("no labels", "no rows"):
         numbers, gradients = uneven_replicas(kind, {})
@@ -284,7 +288,7 @@ def drawn(recompute: tuple, layout: dict):
     return watched.attention, watched.masks, (loss.item(), norms)
 
 
-@pytest.mark.parametrize("layout", [CP2, ULYSSES, TP])
+@pytest.mark.parametrize("layout", marked_slow([ULYSSES, TP, CP2], lambda number, _: number > 1))
 def test_dropout_differs_between_cp_ranks_and_chunks_and_can_be_drawn_again(ranks, layout):
     plain = in_layout(ranks, drawn, layout, ("none",))
     again = in_layout(ranks, drawn, layout, ("full", 2))
@@ -344,7 +348,10 @@ def _call(model, kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "layout"),
-    [("train_batch", CP2), ("train_batch", DP), ("forward", TP), ("generate", PP)],
+    marked_slow(
+        [("train_batch", CP2), ("generate", PP), ("train_batch", DP), ("forward", TP)],
+        lambda number, _: number > 1,
+    ),
 )
 def test_all_hear_of_an_error_on_one_cp_rank(ranks, kind, layout):
     broken = Layout.named(layout).ranks - 1
@@ -438,7 +445,7 @@ FAMILIES = {"own mask": OwnMask, "no mask": NoMask, "tokenwise": with_layers(Say
 
 
 def trained_by(name: str, kind: str, layout: dict):
-    """Losses and norms of three steps."""
+    """Losses and norms of two steps."""
     if name == "qwen":
         from tests.support.own_family import Qwen  # known to this process from now on
 
@@ -447,7 +454,7 @@ def trained_by(name: str, kind: str, layout: dict):
         family, config = FAMILIES[name], LLAMA
     model = family.build(config, context(**layout), seed=3)
     optimizer, batch = megazoo.optim.AdamW(model, lr=1e-3, clip_grad=0.2), batch_of(0, kind)
-    steps = range(3)
+    steps = range(2)
     return [(model.train_batch(**batch).item(), optimizer.step().item()) for _ in steps]
 
 

@@ -24,6 +24,7 @@ from tests.support.layouts import (
     one_process_beside,
     worst_difference,
 )
+from tests.support.sampling import marked_slow
 
 FAR = 1e-3  # a hundred times what passes
 
@@ -332,9 +333,16 @@ def probed_with(names: list, layout: Layout) -> list:
 RUNS = sorted({(each.model, each.layout, each.kind) for each in FAILURES.values()})
 
 
-@pytest.mark.parametrize("run", RUNS, ids="-".join)
-def test_the_comparison_finds_planted_failures(ranks, run):
-    model, layout, kind = run
+@pytest.mark.parametrize(
+    ("model", "layout", "kind"),
+    marked_slow(
+        RUNS,
+        lambda _, run: run[:2] != ("gpt2", "cp2") and run[1] != "cp2+ulysses",
+        name="-".join,
+    ),
+)
+def test_the_comparison_finds_planted_failures(ranks, model, layout, kind):
+    run = model, layout, kind
     names = [n for n, each in FAILURES.items() if (each.model, each.layout, each.kind) == run]
     place = Layout.named(layout)
     results = ranks(trained_with, place.ranks, names, model, place, kind)

@@ -32,7 +32,12 @@ from tests.support.sampling import marked_slow, sampled
 from tests.support.training import context, worst_gradient, worst_relative
 
 MIXTRAL = MixtralConfig(
-    **LONG, kv_heads=2, ffn_size=24, experts=4, router_aux_loss_coef=0.1, router_z_loss_coef=0.01
+    **{**LONG, "layers": 4},
+    kv_heads=2,
+    ffn_size=24,
+    experts=4,
+    router_aux_loss_coef=0.1,
+    router_z_loss_coef=0.01,
 )
 LAYOUTS = [
     "tp2", "tp2+sp", "pp2", "cp2", "dp2+zero", "ep2", "ep4", "tp2ep2", "tp2ep2+sp", "pp2ep2",
@@ -49,7 +54,7 @@ def one_process():
     def run(config, kind, count):
         key = (config, kind, count)
         if key not in known:
-            known[key] = trained(config, batches_of(kind, 3), {}, count=count)
+            known[key] = trained(config, batches_of(kind, 2), {}, count=count)
         return known[key]
 
     return run
@@ -69,7 +74,7 @@ FAST = ("tp2ep2+sp", "pp2v2ep2+zb-v", "cp2ep2+ulysses")
 def test_it_trains_as_in_one_process(ranks, one_process, number):
     layout, kind = Layout.named(LAYOUTS[number]), KINDS[number % len(KINDS)]
     how = {"count": micro_batches(layout), "schedule": layout.schedule, "zero": layout.zero}
-    results = ranks(trained, layout.ranks, MIXTRAL, batches_of(kind, 3), sizes_of(layout), **how)
+    results = ranks(trained, layout.ranks, MIXTRAL, batches_of(kind, 2), sizes_of(layout), **how)
     worst, what = worst_difference(results, one_process(MIXTRAL, kind, micro_batches(layout)))
     assert worst < 1e-5, what
 
@@ -89,7 +94,7 @@ BALANCES = [
 )
 def test_every_balance_is_that_of_one_process(ranks, balance, layout, count):
     config = replace(MIXTRAL, router_balance=balance, router_bias_rate=0.01)
-    place, batches = Layout.named(layout), batches_of("padded", 3)
+    place, batches = Layout.named(layout), batches_of("padded", 2)
     how = {"count": count, "schedule": place.schedule, "zero": place.zero}
     results = ranks(trained, place.ranks, config, batches, sizes_of(place), **how)
     alone = trained(config, batches, {}, count=count, schedule="gpipe")
@@ -130,7 +135,7 @@ def generated_and_scored(config, layout):
 )
 def test_generation_and_scores_are_those_of_one_process(ranks, layout):
     place = Layout.named(layout)
-    config = replace(MIXTRAL, layers=place.pp * place.virtual * 2)
+    config = replace(MIXTRAL, layers=place.pp * place.virtual)
     model = model_in(config, ParallelContext()).eval()
     for rank in ranks(generated_and_scored, place.ranks, config, sizes_of(place)):
         for rows, how, found in rank:
@@ -201,7 +206,7 @@ def test_a_checkpoint_resumes_in_other_layouts(ranks, tmp_path):
     place = Layout.named("ep4+zero")
     saved = {"saved": tmp_path / "ep4", "count": 4, "zero": 1}
     ranks(trained, 4, config, batches[:2], sizes_of(place), **saved)
-    for layout in ("tp1", "tp2ep2", "pp2ep2+zero"):
+    for layout in ("tp1", "tp2ep2"):
         place = Layout.named(layout)
         resumed = {"start": tmp_path / "ep4", "count": 4, "zero": place.zero}
         if place.ranks == 1:
@@ -239,7 +244,7 @@ def test_muon_orthogonalises_gate_and_up_of_each_expert_apart():
     "layout", sampled(["tp2ep2+sp", "ep2+zero", "dp4ep2+zero", "pp2ep2", "tp2+sp"], 1, seed=1)
 )
 def test_muon_steps_are_those_of_one_process(ranks, layout):
-    place, batches = Layout.named(layout), batches_of("plain", 3)
+    place, batches = Layout.named(layout), batches_of("plain", 2)
     how = {"count": 4, "kind": "Muon", "zero": place.zero}
     alone = trained(MIXTRAL, batches, {}, count=4, kind="Muon")
     results = ranks(trained, place.ranks, MIXTRAL, batches, sizes_of(place), **how)

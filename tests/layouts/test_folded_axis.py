@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from megazoo.parallel import ParallelContext, ParameterSpec, Shard
 from megazoo.parallel.buckets import GradientBuckets
 from tests.support.layouts import parts_of, parts_of_gradients
 from tests.support.planning import plan
+from tests.support.sampling import marked_slow
 from tests.support.training import (
     context,
     make_batch,
@@ -88,8 +90,14 @@ def one_process(family):
     return trained(config(), {})
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda name: name.replace(", ", "+"))
-@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize(
+    ("zero", "layout"),
+    marked_slow(
+        list(product([0, 1], LAYOUTS)),
+        lambda _, case: (case[0] == 0) != (case[1] in ("tp2dp2, toy2", "cp2, toy2")),
+        name=lambda case: f"{case[0]}-{case[1].replace(', ', '+')}",
+    ),
+)
 def test_it_trains_as_in_one_process(ranks, one_process, layout, zero):
     history, gradients, weights = one_process
     assert min(norm for _, norm in history) > CLIP
@@ -142,7 +150,10 @@ def manifest_of(directory):
     return Checkpoint(directory).manifest
 
 
-@pytest.mark.parametrize(("layout", "zero"), [("tp2dp2, toy2", 0), ("dp4, toy2", 1)])
+@pytest.mark.parametrize(
+    ("layout", "zero"),
+    marked_slow([("tp2dp2, toy2", 0), ("dp4, toy2", 1)], lambda number, _: number == 0),
+)
 def test_it_is_saved_and_goes_on_in_another_layout(ranks, tmp_path, layout, zero):
     trained(config(), {}, steps=2, saved=tmp_path / "one")
     assert manifest_of(tmp_path / "one")["format"] == 1

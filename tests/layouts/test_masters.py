@@ -2,6 +2,7 @@
 follow whatever is loaded or copied into the parameters between steps."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import megazoo
 from megazoo.checkpoint import Checkpoint, load, save
 from megazoo.optim.loss_scale import LossScale
 from tests.support.layouts import in_layout
+from tests.support.sampling import marked_slow
 from tests.support.training import (
     MODELS,
     context,
@@ -19,7 +21,8 @@ from tests.support.training import (
     tiny_config,
 )
 
-LAYOUTS = ["tp2", "pp2", "dp2+zero", "tp2dp2+sp+zero"]
+LAYOUTS = marked_slow(["pp2", "tp2dp2+sp+zero", "tp2", "dp2+zero"], lambda number, _: number > 1)
+LLAMA = replace(MODELS["llama"], layers=2)
 
 
 def made(config, layout, optimizer="adamw", dtype=torch.bfloat16, *, seed=3, start=None):
@@ -81,7 +84,7 @@ def masters_of(model, optimizer):
 def in_fp32(tmp_path_factory):
     """A Hugging Face directory and a checkpoint of ours, both fp32, of the same weights."""
     found = {}
-    for name, config in (("gpt2", tiny_config(layers=3)), ("llama", MODELS["llama"])):
+    for name, config in (("gpt2", tiny_config(layers=3)), ("llama", LLAMA)):
         model = randomize(megazoo.from_config(config, seed=11), seed=11)
         found[name] = tmp_path_factory.mktemp(name) / "theirs", config
         model.save_parallelized(found[name][0], merge_checkpoints=True)

@@ -98,8 +98,8 @@ def parts(model):
 
 
 @cache
-def one_process(name, how, steps):
-    return train(CONFIGS[name], {}, steps=steps, **HOW[how])
+def one_process(config, how, steps):
+    return train(config, {}, steps=steps, **HOW[how])
 
 
 def assert_alike(results, expected, least=1e-5):
@@ -137,12 +137,13 @@ CASES = [*FAST, *(case for case in pairs_covered(list(CONFIGS), LAYOUTS, list(HO
     marked_slow(CASES, lambda number, _: number >= len(FAST), name="-".join),
 )
 def test_an_update_and_the_losses_are_those_of_one_process(ranks, request, name, layout, how):
-    """Of three steps in `make test`, else of twenty."""
-    steps = 20 if request.node.get_closest_marker("slow") else 3
-    place = Layout.named(layout)
+    """Of two steps and three layers in `make test`, else of twenty steps."""
+    config, steps, place = CONFIGS[name], 20, Layout.named(layout)
+    if not request.node.get_closest_marker("slow"):
+        config, steps = replace(config, layers=3), 2
     settings = {"schedule": place.schedule, "zero": place.zero, **HOW[how]}
-    results = in_layout(ranks, train, layout, CONFIGS[name], steps=steps, **settings)
-    assert_alike(results, one_process(name, how, steps))
+    results = in_layout(ranks, train, layout, config, steps=steps, **settings)
+    assert_alike(results, one_process(config, how, steps))
 
 
 class Mix(ShardedModule):
@@ -164,7 +165,7 @@ def test_a_layer_of_ones_own_says_what_its_matrices_are():
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_one_process_is_torchs_muon(nesterov):
     """To the bit, in the precision of torch's: of fused projections each part is a matrix."""
-    config = CONFIGS["llama"]
+    config = replace(CONFIGS["llama"], layers=2)
     model = built(config, megazoo.ParallelContext())
     ours = Muon(model, lr=0.02, nesterov=nesterov, clip_grad=0, ns_dtype="bfloat16")
     matrices = {}
@@ -176,7 +177,7 @@ def test_one_process_is_torchs_muon(nesterov):
     parameters = [parameter for parameter, _ in matrices.values()]
     theirs = torch.optim.Muon(parameters, lr=0.02, weight_decay=0.1, nesterov=nesterov)
     own = dict(model.named_parameters())
-    for step in range(10):
+    for step in range(4):
         ids, targets = make_batch(step)
         model.train_batch(ids, targets=targets, num_microbatches=2, step=step)
         for (name, number), (parameter, sizes) in matrices.items():
@@ -203,7 +204,7 @@ def test_a_step_is_nearly_orthogonal():
 
 def test_the_rest_is_adamws():
     """With a learning rate of 0 for matrices, nothing else differs from AdamW."""
-    config, results = CONFIGS["gpt2"], []
+    config, results = tiny_config(layers=2), []
     for make in (
         lambda m: Muon(m, lr=0.0, weight_decay=0.0, adamw={"lr": 1e-2}, clip_grad=0.2),
         lambda m: AdamW(m, lr=1e-2, clip_grad=0.2),
@@ -252,12 +253,12 @@ def test_the_state_is_one_momentum_and_shared(ranks):
     marked_slow([("dp2", "tp4"), ("tp1", "tp2dp2"), ("tp2", "pp2")], lambda number, _: number > 0),
 )
 def test_a_run_goes_on_in_another_layout(ranks, tmp_path, saved_in, loaded_in):
-    config, zero = CONFIGS["llama"], int("dp" in saved_in)
-    in_layout(ranks, train, saved_in, config, steps=3, zero=zero, made=tmp_path / "a")
+    config, zero = replace(CONFIGS["llama"], layers=2), int("dp" in saved_in)
+    in_layout(ranks, train, saved_in, config, steps=2, zero=zero, made=tmp_path / "a")
     zero = int("dp" in loaded_in)
     step = next((tmp_path / "a").glob("step_*"))
-    alone = train(config, {}, steps=3, path=step)
-    results = in_layout(ranks, train, loaded_in, config, steps=3, zero=zero, path=step)
+    alone = train(config, {}, steps=2, path=step)
+    results = in_layout(ranks, train, loaded_in, config, steps=2, zero=zero, path=step)
     assert_alike(results, alone)
 
 
@@ -279,7 +280,7 @@ def test_states_are_not_mistaken_for_one_another(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_has_fp32_masters(ranks, dtype):
     """Steps that are too small for the weights' own precision add up in the masters."""
-    model = built(CONFIGS["gpt2"], megazoo.ParallelContext(), dtype=dtype)
+    model = built(tiny_config(layers=2), megazoo.ParallelContext(), dtype=dtype)
     optimizer = Muon(model, lr=1e-5, adamw={"lr": 1e-5})
     name = "layers.0.mlp.up.weight"
     before = optimizer.state[name]["master"].clone()
@@ -372,9 +373,9 @@ def test_a_matrix_without_a_gradient_stays_as_it_is():
 
 def test_its_state_dict_goes_on_under_torchs_scheduler():
     """Both rates fall together, and what is loaded steps as what was saved."""
-    results = []
+    results, config = [], replace(CONFIGS["llama"], layers=2)
     for resumed in (False, True):
-        model = built(CONFIGS["llama"], megazoo.ParallelContext())
+        model = built(config, megazoo.ParallelContext())
         optimizer = Muon(model, lr=0.02, adamw={"lr": 0.01})
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
         for step in range(4):

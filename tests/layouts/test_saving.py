@@ -17,7 +17,7 @@ from tests.support.layouts import MODELS, batches_of, in_layout, model_in, train
 from tests.support.sampling import marked_slow
 from tests.support.training import context, worst_relative
 
-GPT2 = replace(MODELS["gpt2"], layers=2)
+GPT2, LLAMA = replace(MODELS["gpt2"], layers=2), replace(MODELS["llama"], layers=4)
 
 
 def losses_of(*what, **how) -> list:
@@ -44,11 +44,11 @@ def losses_of(*what, **how) -> list:
 def test_a_run_goes_on_in_another_layout(ranks, tmp_path, before, afters):
     """With the optimizer's state."""
     batches = batches_of("documents", 4)
-    expected = losses_of(MODELS["llama"], batches, {})
+    expected = losses_of(LLAMA, batches, {})
 
     def run(layout, *what, **how):
         zero = Layout.named(layout).zero
-        return in_layout(ranks, losses_of, layout, MODELS["llama"], *what, zero=zero, **how)[0]
+        return in_layout(ranks, losses_of, layout, LLAMA, *what, zero=zero, **how)[0]
 
     run(before, batches[:2], saved=tmp_path)
     for after in afters:

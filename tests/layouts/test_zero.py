@@ -25,9 +25,9 @@ from tests.support.training import (
 
 DP = ["dp2", "dp4", "tp2dp2", "pp2dp2", "tp2dp2+sp", "cp2", "cp2dp2", "cp2+ulysses"]
 CONFIGS = {
-    "gpt2": tiny_config(),
-    "llama": MODELS["llama"],
-    "llama, one KV head": MODELS["llama, one KV head"],
+    "gpt2": tiny_config(layers=3),
+    "llama": replace(MODELS["llama"], layers=3),
+    "llama, one KV head": replace(MODELS["llama, one KV head"], layers=2),
 }
 
 
@@ -57,7 +57,7 @@ def trained(config, layout, dtype=torch.float32, steps=5, small_buckets=True, **
 
 def trained_both_ways(config, clip, layout):
     """Without ZeRO, and with it."""
-    return [trained(config, layout, steps=3, clip_grad=clip, zero=zero) for zero in (0, 1)]
+    return [trained(config, layout, steps=2, clip_grad=clip, zero=zero) for zero in (0, 1)]
 
 
 FAST = [("gpt2", "dp2", 0.0), ("llama", "tp2dp2+sp", 0.0), ("llama, one KV head", "dp4", 0.2),
@@ -90,12 +90,13 @@ def test_zero_1_gives_the_parameters_of_zero_0(ranks, model, layout, clip):
 
 
 def test_each_replica_has_its_share_of_the_state(ranks):
-    *_, whole = trained(CONFIGS["gpt2"], {}, steps=1)
+    config = tiny_config()
+    *_, whole = trained(config, {}, steps=1)
     for dp in (2, 4):
         shares = [
             share
             for *_, share in ranks(
-                trained, dp, CONFIGS["gpt2"], dict(dp=dp), steps=1, small_buckets=False, zero=1
+                trained, dp, config, dict(dp=dp), steps=1, small_buckets=False, zero=1
             )
         ]
         assert sum(shares) == whole
@@ -124,7 +125,7 @@ def run_of(config, layout, steps, path=None, start=None, dtype=torch.float32, **
 def test_checkpoints_know_nothing_of_zero(ranks, tmp_path, dtype):
     """What tp 2 and dp 2 save under ZeRO-1 is to the bit what they save without, and goes on in any
     layout."""
-    config, layout = replace(CONFIGS["llama, one KV head"], layers=2), "tp2dp2"
+    config, layout = CONFIGS["llama, one KV head"], "tp2dp2"
     how = {"clip_grad": 0, "dtype": dtype}
     for zero in (0, 1):
         path = tmp_path / str(zero)
@@ -156,10 +157,10 @@ OFFLOADED = list(itertools.product(["pp2dp2", "dp2", "tp1"], [torch.bfloat16, to
 def test_an_offloaded_optimizer_gives_the_same_parameters(ranks, layout, dtype):
     """With bfloat16 and a pipeline together, too; there the state is masters and moments either
     way."""
-    config = replace(CONFIGS["gpt2"], layers=3)
+    config = CONFIGS["gpt2"]
     for zero in (0, 1):
         results = [
-            in_layout(ranks, trained, layout, config, steps=3, dtype=dtype, zero=zero, offload=how)
+            in_layout(ranks, trained, layout, config, steps=2, dtype=dtype, zero=zero, offload=how)
             for how in (False, True)
         ]
         for (expected, norms, _), (ours, our_norms, _) in zip(*results, strict=True):

@@ -73,7 +73,7 @@ def freeze(model, trained: str) -> None:
 
 
 def train(
-    config, trained, layout, schedule="1f1b", recompute=("none",), steps=3, one_side=False, **how
+    config, trained, layout, schedule="1f1b", recompute=("none",), steps=2, one_side=False, **how
 ):
     """Parameters of this rank with their boxes, and the norms; sees that what is frozen stays out
     of everything."""
@@ -107,7 +107,7 @@ def train(
 
 
 @cache
-def by_torch(config, trained, steps=3):
+def by_torch(config, trained, steps=2):
     """The same with torch's autograd, clipping and AdamW, in one process."""
     model = randomize(megazoo.from_config(config, seed=3))
     freeze(model, trained)

@@ -44,10 +44,10 @@ def pieces_of_gradients(model) -> dict:
 
 
 def small(ctx=None, **how):
-    return randomize(megazoo.from_config(tiny_config(), ctx, seed=3, **how))
+    return randomize(megazoo.from_config(tiny_config(layers=2), ctx, seed=3, **how))
 
 
-def parameters_after(optimizer_of, layout, steps=3, sync=True):
+def parameters_after(optimizer_of, layout, steps=2, sync=True):
     """A user's loop, `model(...).loss.backward()`: gradients of the last step, and this rank's
     parameters."""
     ctx = context(**layout)

@@ -66,22 +66,21 @@ def call(model, kind: str) -> None:
 
 
 def catching(layout, kind: str, broken: int, in_backward: bool = False):
-    """What a call raises where one rank fails. Ends the process group without a barrier, for which
-    it is no longer fit."""
+    """What a call raises where one rank fails: another message, if it waited for its timeout. Ends
+    the process group without a barrier, for which it is no longer fit."""
     ctx = context(**layout)
     model = megazoo.from_config(tiny_config(), ctx, seed=3)
     if kind not in ("generate", "beams", "score"):
         call(model, kind)  # connections are made
     if ctx.rank == broken:
         break_down(model, in_backward)
-    began, told = time.monotonic(), None
+    told = None
     with mock.patch.object(failure, "PATIENCE", 0.3):
         try:
             call(model, kind)
         except Exception as error:
             told = type(error).__name__, str(error)
     torch.distributed.destroy_process_group()
-    assert time.monotonic() - began < GROUP_TIMEOUT.total_seconds()
     return told
 
 
@@ -91,12 +90,13 @@ def assert_all_hear_of_it(ranks, layout, kind, broken, in_backward=False):
     assert set(answers) == {("UserError", f"rank {broken} failed: Broken: {OWN}")}
 
 
+FAST_CALLS = (0, 5, 7, 8, 12, 15)  # a split backward, a loop, no backward; each rank
 CALLS = ["1f1b", "gpipe", "zb-h1", "microbatches", "eval", "forward", "score", "generate", "beams"]
 
 
 @pytest.mark.parametrize(
     ("kind", "broken"),
-    marked_slow(list(product(CALLS, [0, 1])), lambda number, _: number % 4 in (1, 2)),
+    marked_slow(list(product(CALLS, [0, 1])), lambda number, _: number not in FAST_CALLS),
 )
 def test_the_other_stage_hears_of_it(ranks, kind, broken):
     assert_all_hear_of_it(ranks, dict(pp=2), kind, broken)
@@ -107,7 +107,7 @@ LAYOUTS = [dict(tp=2), dict(dp=2), dict(pp=2, dp=2), dict(pp=4), dict(tp=2, pp=2
 
 @pytest.mark.parametrize(
     ("layout", "in_backward"),
-    marked_slow(list(product(LAYOUTS, [False, True])), lambda number, _: number % 4 in (1, 2)),
+    marked_slow(list(product(LAYOUTS, [False, True])), lambda number, _: number not in (1, 2, 8)),
     ids=str,
 )
 def test_all_other_ranks_hear_of_it(ranks, layout, in_backward):
@@ -153,9 +153,16 @@ def one_replica_refuses(layout):
 @pytest.mark.parametrize(
     ("refuse", "layout"),
     [
-        *((alike, layout) for layout in (dict(pp=2), dict(tp=2), dict(dp=2))),
-        *((one_replica_refuses, layout) for layout in (dict(dp=2), dict(tp=2, dp=2))),
-        pytest.param(one_replica_refuses, dict(pp=2, dp=2), marks=pytest.mark.slow),
+        *((alike, layout) for layout in (dict(pp=2), dict(tp=2))),
+        (one_replica_refuses, dict(dp=2)),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (alike, dict(dp=2)),
+                (one_replica_refuses, dict(tp=2, dp=2)),
+                (one_replica_refuses, dict(pp=2, dp=2)),
+            )
+        ),
     ],
     ids=lambda part: layout_name(part) if isinstance(part, dict) else part.__name__,
 )

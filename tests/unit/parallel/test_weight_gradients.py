@@ -96,11 +96,15 @@ CASES = [
     ("mpt", dict(tp=2), {"recompute": ("full", 2)}),
     ("mpt", dict(dp=2), {"train": r"^(?!embedding)"}),
 ]
+# Whole models, ZeRO-1, split backwards, partial gradients, recomputation; each dtype.
+FAST = (0, 2, 4, 14, 16)
 CASES = [(*case, dtype) for dtype in (torch.bfloat16, torch.float16) for case in CASES]
 
 
 @pytest.mark.parametrize(
-    ("model", "layout", "how", "dtype"), marked_slow(CASES, lambda number, _: number % 2), ids=str
+    ("model", "layout", "how", "dtype"),
+    marked_slow(CASES, lambda number, _: number not in FAST),
+    ids=str,
 )
 def test_gradients_are_autograds_but_for_its_rounding(ranks, model, layout, how, dtype):
     for plain, ours, made in run_in_layout(ranks, both_ways, layout, MODELS[model], dtype, how):
