@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import megazoo
 from megazoo.hub import local_directory, name_of, wanted
 from tests.support.hub_server import SHA, TOKEN, Hub, files_of, serving
+from tests.support.programs import python
 from tests.support.tokenizer_files import TOKENS, train
 
 ROOT = Path(__file__).parents[2]
@@ -54,7 +54,7 @@ def hub(directory, tmp_path):
 
 def run(hub, tmp_path, *arguments, **environment):
     return subprocess.run(
-        [sys.executable, *arguments], cwd=tmp_path, env=hub.environment | environment,
+        [python(), *arguments], cwd=tmp_path, env=hub.environment | environment,
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
 

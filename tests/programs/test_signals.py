@@ -44,7 +44,7 @@ IGNORED = (signal.SIGINT, signal.SIGHUP)  # under nohup in the background
 @pytest.mark.parametrize(
     ("words", "ignored"),
     [
-        ("--tp 2", ()),
+        pytest.param("--tp 2", (), marks=slow),
         ("--tp 2", IGNORED),
         # whose ranks are not forked
         pytest.param("--tp 2 --import nothing.py", IGNORED, marks=slow),

@@ -11,13 +11,17 @@ import ctypes
 import gc
 import importlib
 import io
+import itertools
 import marshal
+import multiprocessing.forkserver
+import multiprocessing.util
 import os
 import runpy
 import selectors
 import signal
 import socket
 import sys
+import traceback
 import types
 from pathlib import Path
 
@@ -146,6 +150,41 @@ def become(words: list[str], directory: str, environment: dict[str, str]) -> Non
     first = directory if words[0] in ("-m", "-c") else str(Path(words[0]).resolve().parent)
     sys.path[:0] = [first, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     importlib.invalidate_caches()
+    multiprocessing.util.spawnv_passfds = fork_interpreter
+
+
+start_interpreter = multiprocessing.util.spawnv_passfds
+
+
+def fork_interpreter(path: str, arguments: list[str], passed: list[int]) -> int:
+    """Start a Python of multiprocessing (a fork server, a worker) as a fork of this process, which
+    has imported torch; return its number. A process with threads can't be forked safely."""
+    code, *rest = arguments[arguments.index("-c") + 1 :]
+    if "resource_tracker" in code or len(os.listdir("/proc/self/task")) > 1:
+        return start_interpreter(path, arguments, passed)
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        for number in signal.valid_signals():
+            if callable(signal.getsignal(number)):
+                signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for first, end in itertools.pairwise([2, *sorted(map(int, passed)), 1 << 16]):
+            os.closerange(first + 1, end)
+        sys.argv[:] = ["-c", *rest]
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(code, "<string>", "exec"), vars(main))
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
 
 def run(words: list[str]) -> None:
