@@ -158,23 +158,31 @@ def known_flags(kind: type) -> set[str]:
 
 
 def check_flags(words: list[str], kind: type) -> None:
-    """Each flag is one of a program's; with a value that follows it, it parses."""
+    """Each flag is one of a program's; with a value that follows it, it parses. Flags are parsed
+    together, in as many command lines as have each flag once."""
+    lines, known = [], known_flags(kind)
     for flag, *values in (
         part.split() for part in re.findall(r"--\S+(?: (?!--)\S+)*", " ".join(words))
     ):
-        assert flag in known_flags(kind), flag
+        assert flag in known, flag
         if values:
-            parse_flags(kind, [flag, *values], "")
+            line = next((line for line in lines if flag not in line), None)
+            if line is None:
+                lines.append(line := [])
+            line += [flag, *values]
+    for line in lines:
+        parse_flags(kind, line, "")
 
 
 def test_flags_are_the_training_programs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my.toml").write_text("tp = 2\npp = 2\n")
-    for span, _ in cases("flags"):
-        words = words_of(span)
-        check_flags(words, Options)
-        if len(words) > 1 or words == ["--mock-data"]:
-            cut_into_stages(22, 4, stages_of(words))  # 5,6,6,5
+    spans = [words_of(span) for span, _ in cases("flags")]
+    check_flags([word for words in spans for word in words], Options)
+    stages = [words for words in spans if "--stage-layers" in words]
+    assert stages
+    for words in stages:
+        cut_into_stages(22, 4, stages_of(words))  # 5,6,6,5
     for span, before in cases("value"):  # another one of the flag before
         cut_into_stages(22, 4, stages_of([before.split()[0], span]))
 

@@ -264,7 +264,7 @@ def check_loading(directory: Path) -> None:
             assert read < 1.05 * own * wide
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("mixtral", marks=pytest.mark.slow)])
 def test_pieces_move_one_at_a_time(tmp_path, family):
     """One tensor of this model takes 96 MB, all of them 270."""
     # four threads with two buffers each

@@ -69,11 +69,11 @@ def outputs_of(paths, layout):
 
 @pytest.mark.parametrize(
     ("layout", "names"),
-    # fast: all of them in one process, and each in one of the layouts of a pair
+    # fast: all of them in one process, and each in one of two layouts
     [pytest.param({}, list(TWINS), id="one process")]
     + [
-        pytest.param(layout, list(TWINS)[number % 2 :: 2], id=f"half, {layout_name(layout)}")
-        for number, layout in enumerate(LAYOUTS[1:])
+        pytest.param(layout, list(TWINS)[number::2], id=f"half, {layout_name(layout)}")
+        for number, layout in enumerate([dict(tp=2, pp=2), dict(tp=2, sp=True)])
     ]
     + [
         pytest.param(layout, list(TWINS), id=layout_name(layout), marks=pytest.mark.slow)
@@ -141,7 +141,7 @@ def trained(path, made, more, layout):
     return losses
 
 
-@pytest.mark.parametrize(("name", "layout"), in_every_layout([0, 2], [1, 3, 4, 6, 9]))
+@pytest.mark.parametrize(("name", "layout"), in_every_layout([0, 2], [1, 4, 9]))
 def test_ten_steps_are_those_of_torch(ranks, directory, tmp_path, name, layout):
     """The losses of all ranks, and every weight."""
     expected, weights = trained_by_torch(name)
@@ -156,6 +156,7 @@ def test_ten_steps_are_those_of_torch(ranks, directory, tmp_path, name, layout):
         assert (tensor - weights[key]).abs().max() < 1e-5, key
 
 
+TOKENS = 12  # more than any window
 WAYS = {
     "greedy": {},
     "beams": {"num_beams": 3, "length_penalty": 0.5},
@@ -167,7 +168,9 @@ def generated(path, layout):
     model = megazoo.from_pretrained(path, context(**layout)).eval()
     ids, mask = prompts()
     return [
-        model.generate(ids, given, max_new_tokens=24, eos_token_id=[], pad_token_id=0, **settings)
+        model.generate(
+            ids, given, max_new_tokens=TOKENS, eos_token_id=[], pad_token_id=0, **settings
+        )
         for settings in WAYS.values()
         for given in (None, mask)
     ]
@@ -178,14 +181,14 @@ def expected_tokens(name):
     """What transformers generates, and how close its closest decision was."""
     ids, mask = prompts()
     return [
-        of_transformers(twin(name), ids, given, max_new_tokens=24, pad_token_id=0, **settings)
+        of_transformers(twin(name), ids, given, max_new_tokens=TOKENS, pad_token_id=0, **settings)
         for settings in WAYS.values()
         for given in (torch.ones_like(ids), mask)
     ]
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"), in_every_layout([1, 3], [0, 2, 5, 7, 8, 10], without=REPEATS)
+    ("name", "layout"), in_every_layout([1, 3], [0, 5, 8, 10], without=REPEATS)
 )
 def test_generation_is_that_of_transformers(ranks, directory, name, layout):
     """Past every window, token for token, and not the same token again and again."""

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from unittest import mock
@@ -19,7 +18,7 @@ from megazoo.cli.launch.elastic import StopSignal
 from megazoo.errors import UserError
 from megazoo.evaluation.scoring import score
 from megazoo.parallel import failure
-from megazoo.testing import GROUP_TIMEOUT, RankError, RankPool
+from megazoo.testing import RankError, RankPool
 from tests.support.programs import python
 from tests.support.sampling import marked_slow
 from tests.support.training import context, layout_name, make_batch, tiny_config, world
@@ -238,11 +237,10 @@ def dies():
 
 
 def test_a_rank_that_dies_without_a_word_is_no_longer_waited_for():
-    pool, began = RankPool(), time.monotonic()
-    with pytest.raises(RankError):
+    pool = RankPool()
+    with pytest.raises(RankError, match="rank 1 of 2: the process died"):
         pool.run(dies, 2)
     pool.close()
-    assert time.monotonic() - began < GROUP_TIMEOUT.total_seconds()
 
 
 def test_a_program_tells_it_in_one_line(tmp_path):

@@ -97,7 +97,10 @@ BYTES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "layout", "lora", "train_only", "how"), BYTES)
+@pytest.mark.parametrize(
+    ("name", "layout", "lora", "train_only", "how"),
+    marked_slow(BYTES, lambda number, _: number not in (0, 3, 5)),
+)
 def test_gradients_and_states_have_the_bytes_of_the_plan(
     ranks, name, layout, lora, train_only, how
 ):
@@ -203,9 +206,9 @@ def name_of(part) -> str:
 
 @pytest.mark.parametrize(
     ("name", "train_only", "lora"),
-    marked_slow(  # each pattern and adapter of one model, in turn
+    marked_slow(  # some patterns and adapters of one model, in turn
         CASES,
-        lambda number, _: number % 13 % 3 != number // 13 or number % 2,
+        lambda number, _: number % 13 % 3 != number // 13 or number % 4,
         name=lambda case: "-".join(map(name_of, case)),
     ),
 )

@@ -73,7 +73,7 @@ def test_modules_may_be_called_by_name_return_numbers_and_be_shared(tmp_path):
 
 
 def test_more_stages_than_a_small_model_has_layers():
-    (verdict,) = check_parallel(replace(SMALL, layers=6), ["pp6"], steps=1)
+    (verdict,) = check_parallel(replace(SMALL, layers=3), ["pp3"], steps=1)
     assert verdict.passed, verdict.cause
 
 

