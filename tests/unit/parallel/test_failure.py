@@ -20,7 +20,7 @@ from megazoo.errors import UserError
 from megazoo.evaluation.scoring import score
 from megazoo.parallel import failure
 from megazoo.testing import GROUP_TIMEOUT, RankError, RankPool
-from tests.support.programs import python
+from tests.support.programs import ROOT, python
 from tests.support.sampling import marked_slow
 from tests.support.training import context, layout_name, make_batch, tiny_config, world
 
@@ -238,7 +238,9 @@ def dies():
 
 
 def test_a_rank_that_dies_without_a_word_is_no_longer_waited_for():
-    pool, began = RankPool(), time.monotonic()
+    pool = RankPool()
+    assert pool.run(os.getpid, 2)  # its server has loaded torch
+    began = time.monotonic()
     with pytest.raises(RankError):
         pool.run(dies, 2)
     pool.close()
@@ -269,11 +271,9 @@ class Own(GPT2):
         return super().forward_stage(x, batch, stage)
 """
     )
-    flags = f"--import {tmp_path / 'own.py'} --model own --pp 2 --mock-data --steps 9"
-    flags += " --seq-length 16 --device cpu"
-    done = subprocess.run(
-        [python(), "pretrain_gpt.py", *flags.split()], capture_output=True, text=True, timeout=240
-    )
+    flags = "--model own --pp 2 --mock-data --steps 9 --seq-length 16 --device cpu"
+    command = [python(), "pretrain_gpt.py", "--import", tmp_path / "own.py", *flags.split()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     lines = [
         line for line in done.stderr.splitlines() if "error:" in line and "pretrain_gpt" in line
     ]
