@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -33,7 +32,7 @@ if how == "ended":
 
 
 def ends_of(how, script):
-    """Exit codes, what both ranks print, and seconds from the first end to the last."""
+    """Exit codes, and what both ranks print."""
     port = free_port()
     ranks = []
     for rank in range(2):
@@ -71,9 +70,7 @@ def test_what_a_context_made_ends_with_the_process(tmp_path, how, codes, said):
 def test_a_mistake_of_one_rank_ends_all_with_its_message(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    began = time.monotonic()
-    (first, second), texts = ends_of("fails", script)
-    assert time.monotonic() - began < 90
+    (first, second), texts = ends_of("fails", script)  # which waits less than the default timeout
     assert second != 0
     assert "ValueError: a mistake" in texts[1][1]
     assert "open" in texts[1][0]
