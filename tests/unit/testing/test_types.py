@@ -56,7 +56,7 @@ def test_adapters_have_no_findings(family, layout):
 def test_a_layout_larger_than_this_machine_takes_seconds():
     begin = time.process_time()
     assert check_types("llama-7b", "tp8pp16cp4dp64") == []
-    assert time.process_time() - begin < 30
+    assert time.process_time() - begin < 120
 
 
 # Bugs of the gallery, by their titles, and the beginning of the first finding.
