@@ -129,7 +129,7 @@ def test_whatever_fails_on_one_rank_is_told_by_all(ranks, tmp_path):
 def stopped_while_saving(directory):
     """Rank 1 is stopped while it writes a step in the background, and goes on when rank 0 has given
     it up; returns the seconds that took, and the error."""
-    ctx = megazoo.ParallelContext.from_torch(2, device="cpu", timeout=timedelta(seconds=2))
+    ctx = megazoo.ParallelContext.from_torch(2, device="cpu", timeout=timedelta(seconds=5))
     model = megazoo.from_config(tiny_config(), ctx, seed=3)
     processes = all_gather_objects(os.getpid(), ctx)
     original = saving.write_rank
@@ -154,7 +154,7 @@ def stopped_while_saving(directory):
 
 def test_a_rank_that_is_stopped_while_saving_is_given_up_after_the_timeout(tmp_path):
     (seconds, told), _ = in_fresh_processes(stopped_while_saving, tmp_path, processes=2)
-    assert seconds > 1.5, "given up before the timeout of 2 s"
+    assert seconds > 4, "given up before the timeout of 5 s"
     assert "step 1 was not saved: " in told
     assert names(tmp_path) == []
 

@@ -207,8 +207,8 @@ def test_programs_warn_in_one_line(ranks, tmp_path):
     otherwise."""
     sizes = "--vocab-size 2000 --hidden-size 16 --heads 2 --layers 2 --max-positions 16"
     job = f"{sizes} --seq-length 16 --device cpu --pp 2 --tp 2 --steps 1 --eval-steps 0"
-    job += f" --global-batch-size 2 --micro-batch-size 1 --save {tmp_path}"
-    assert ranks(told_by, 4, pretrain.main, job.split()) == [
+    job += " --global-batch-size 2 --micro-batch-size 1 --save"
+    assert ranks(told_by, 4, pretrain.main, [*job.split(), str(tmp_path)]) == [
         [
             "stage 2 of 2 gets no layers: its head costs as much compute as 9.6 layers; "
             "use stage_layers uniform (--stage-layers uniform), or a smaller pp"

@@ -233,8 +233,8 @@ def test_weights_load_into_another_dtype(tmp_path):
 
 def curve(dtype, file, job):
     """The losses of a run; every rank may call it."""
-    job = f"{job} --eval-steps 0 --dtype {dtype} --device cpu --metrics {file}".split()
-    pretrain.main(job)
+    job = f"{job} --eval-steps 0 --dtype {dtype} --device cpu --metrics".split()
+    pretrain.main([*job, str(file)])
     return [json.loads(line)["loss"] for line in file.read_text().splitlines()]
 
 

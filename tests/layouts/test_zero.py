@@ -57,7 +57,8 @@ def trained(config, layout, dtype=torch.float32, steps=5, small_buckets=True, **
 
 def trained_both_ways(config, clip, layout):
     """Without ZeRO, and with it."""
-    return [trained(config, layout, steps=2, clip_grad=clip, zero=zero) for zero in (0, 1)]
+    how = {"steps": 2, "clip_grad": clip, "eps": 1e-4}
+    return [trained(config, layout, zero=zero, **how) for zero in (0, 1)]
 
 
 FAST = [("gpt2", "dp2", 0.0), ("llama", "tp2dp2+sp", 0.0), ("llama, one KV head", "dp4", 0.2),
@@ -78,7 +79,7 @@ def test_zero_1_gives_the_parameters_of_zero_0(ranks, model, layout, clip):
     for (expected, norms, whole), (ours, our_norms, share) in in_layout(
         ranks, trained_both_ways, layout, CONFIGS[model], clip
     ):
-        assert our_norms == pytest.approx(norms, rel=1e-6)
+        assert our_norms == pytest.approx(norms, rel=1e-5)
         assert all(norm > 0.2 for norm in norms)
         for name, parameter in ours.items():
             if clip or place.dp * place.cp > 2:

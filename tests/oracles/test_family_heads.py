@@ -157,7 +157,8 @@ def test_adapters_are_pefts_both_ways(ranks, directory, tmp_path, name, what, la
     assert tensors.keys() == again.keys()
     assert all(torch.equal(again[key], tensor) for key, tensor in tensors.items())
     with torch.no_grad():
-        assert torch.equal(in_peft(twin(name), made)(PROMPT).logits, expected)
+        logits = in_peft(twin(name), made)(PROMPT).logits
+    assert (logits - expected).abs().max() < 1e-5 * max(1, expected.abs().max())
 
 
 def adapted(base, given, made, layout):

@@ -114,8 +114,11 @@ def test_its_files_are_those_of_transformers(theirs, tmp_path):
     model.save_parallelized(tmp_path, merge_checkpoints=True)
     back = Gemma2ForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
     assert back.config.layer_types == hf.config.layer_types
+    theirs, ours = hf.state_dict(), back.state_dict()
+    assert theirs.keys() == ours.keys()
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
     ids, _ = inputs()
-    assert torch.equal(back(ids).logits, hf(ids).logits)
+    assert (back(ids).logits - hf(ids).logits).abs().max() < 5e-5
 
 
 def test_without_a_cap_of_the_scores_it_has_fused_attention():

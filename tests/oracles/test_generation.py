@@ -126,6 +126,7 @@ def test_scaled_rotary_generates_the_same_cached_and_uncached(name):
 
 def with_random_weights(config, **how):
     model = megazoo.from_config(config, **how)
+    torch.manual_seed(1)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.3)
     return model

@@ -118,7 +118,7 @@ def test_a_language_model_with_adapters(bases, tmp_path, monkeypatch, capsys, fa
         assert (hf(IDS).logits - expected).abs().max() > 1e-3  # the adapters do something
         assert (model.eval()(IDS).logits - expected).abs().max() < 1e-5
         converted = in_peft(hf, tmp_path / "converted")(IDS).logits
-    assert torch.equal(converted, expected)
+    assert (converted - expected).abs().max() < 1e-5
     merged = ["--adapter", run]
     code, _, err = run_main(merge_shards, monkeypatch, capsys, base, tmp_path / "hf", *merged)
     assert code == 0, err

@@ -13,7 +13,7 @@ from megazoo.models.source import SavedModel
 from megazoo.parallel import ParallelContext
 from megazoo.programs import evaluate, generate
 from tests.support.data import write_lines
-from tests.support.inference import output_of, run_main
+from tests.support.inference import assert_same_output, output_of, run_main
 from tests.support.pretraining import SMALL, close, losses, records, start
 from tests.support.sampling import marked_slow
 
@@ -181,7 +181,7 @@ def test_generation_and_scores_are_those_of_one_process(saved, ranks, tmp_path):
         expected = output_of(tool.main, [str(saved), *arguments])
         layout = ["--cp", "2", "--tp", "2"]
         found, *others = ranks(output_of, 4, tool.main, [str(saved), *arguments, *layout])
-        assert found == expected != ""
+        assert_same_output(found, expected)
         assert others == [""] * 3
 
 

@@ -10,7 +10,7 @@ from megazoo.cli import inference
 from megazoo.models.registry import find_config
 from megazoo.programs import evaluate, generate
 from tests.support.data import write_lines
-from tests.support.inference import output_of, run_main
+from tests.support.inference import assert_same_output, output_of, run_main
 from tests.support.pretraining import SMALL, records
 
 
@@ -38,7 +38,7 @@ def test_generation_and_scores_are_those_of_one_process(saved, ranks, tmp_path):
     ):
         expected = output_of(tool.main, [*common, *arguments])
         found, *others = ranks(output_of, 4, tool.main, [*common, *arguments, *layout.split()])
-        assert found == expected != ""
+        assert_same_output(found, expected)
         assert others == [""] * 3
 
 

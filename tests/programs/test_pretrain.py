@@ -289,8 +289,8 @@ def test_a_mistake_of_all_ranks_is_told_once(tmp_path):
 def test_a_restart_goes_on_from_its_own_checkpoint_whatever_the_file_loads(tmp_path, monkeypatch):
     """As torchrun starts the program again after a rank has died."""
     for name, seed in (("first", 1), ("own", 2)):
-        words = f"--steps 2 --eval-steps 0 --seed {seed} --save {tmp_path / name}"
-        pretrain.main([*SMALL, *words.split()])
+        words = f"--steps 2 --eval-steps 0 --seed {seed} --save".split()
+        pretrain.main([*SMALL, *words, str(tmp_path / name)])
     file = tmp_path / "c.toml"
     settings = [f'load = "{tmp_path / "first"}"', "load_weights_only = true"]
     file.write_text("\n".join([*settings, "steps = 9", "lr = 1", "seq_length = 32"]))

@@ -2,9 +2,11 @@
 
 import contextlib
 import io
+import re
 import sys
 from pathlib import Path
 
+import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megazoo.cli.program import run_program
@@ -50,6 +52,14 @@ def output_of(main, arguments: list[str]) -> str:
     return "".join(
         line for line in printed.getvalue().splitlines(keepends=True) if "tokens/s" not in line
     )
+
+
+def assert_same_output(found: str, expected: str) -> None:
+    """The words are the same, and decimals are, up to rounding."""
+    decimal = re.compile(r"\d+\.\d+")
+    assert decimal.sub("", found) == decimal.sub("", expected) != ""
+    numbers, wanted = ([float(each) for each in decimal.findall(t)] for t in (found, expected))
+    assert numbers == pytest.approx(wanted, rel=1e-5)
 
 
 def script_of(tool) -> str:

@@ -31,8 +31,8 @@ if Path(TORCH, "lib", "libtorch_cuda.so").exists():
 def build(directory: Path) -> Path:
     """Compile the device against the installed torch, without importing it; returns the library."""
     library = directory / "libfakecuda.so"
-    flags = f"-std=c++20 -shared -fPIC -I{TORCH}/include -L{TORCH}/lib -Wl,-rpath,{TORCH}/lib"
-    command = [COMPILER, *flags.split(), str(HERE / "guard.cpp"), "-o", str(library)]
+    command = [COMPILER, "-std=c++20", "-shared", "-fPIC", HERE / "guard.cpp", "-o", library]
+    command += [f"-I{TORCH}/include", f"-L{TORCH}/lib", f"-Wl,-rpath,{TORCH}/lib"]
     subprocess.run([*command, "-lc10", "-ltorch_cpu"], check=True)
     return library
 

@@ -26,7 +26,7 @@ import torch
 
 from megazoo.errors import UserError
 
-SECONDS = 20  # for a case
+SECONDS = 60  # for a case, on a machine that does much else
 MEMORY = 4 << 30  # bytes of address space above what the child has from the start
 GRACE = 5  # seconds after which a case is killed that doesn't notice its alarm
 MOST_WARNINGS = 5

@@ -142,8 +142,8 @@ def test_the_others_name_the_absent_rank_while_they_wait(absent, who):
     teller = 2 if who == 0 else 0
     name = rf"rank {who} \(tp 0, pp 0, dp {who}\) on {re.escape(os.uname().nodename)} "
     line = {
-        "stopped": name + r"has not responded for \d s: .*; its last call was earlier 1\n",
-        "late": name + r"has not called train_batch 1, in which other ranks have waited for \d s; "
+        "stopped": name + r"has not responded for \d+ s: .*; its last call was earlier 1\n",
+        "late": name + r"has not called train_batch 1, in which other ranks have waited for \d+ s; "
         r"its last call was earlier 1\n",
     }
     assert re.fullmatch(line[absent], said[teller])

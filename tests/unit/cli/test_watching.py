@@ -40,7 +40,7 @@ def test_a_process_that_can_not_be_watched_is_left_out(monkeypatch):
         assert not watch._thread.is_alive()
 
 
-@pytest.mark.timeout(30)
+@pytest.mark.timeout(120)
 def test_a_forked_child_holds_up_no_thread():
     """It has all ends of the pipes that the threads wait at."""
     watch = deaths._Watch([("rank 1", 1, os.getpid())])
@@ -48,7 +48,7 @@ def test_a_forked_child_holds_up_no_thread():
         with StopSignal(ParallelContext()):
             child = os.fork()
             if not child:
-                time.sleep(SOON)
+                time.sleep(10 * SOON)
                 os._exit(0)
         watch.close()
     finally:

@@ -147,7 +147,7 @@ def test_the_loss_of_a_call_goes_backward_with_them():
         by_batch, by_call = built().recompute(recompute).eval(), built().recompute(recompute).eval()
         loss = by_batch.train_batch(ids, labels=ids)
         found = by_call(ids, labels=ids).loss
-        assert found.item() == pytest.approx(loss.item(), rel=1e-6)
+        assert found.item() == pytest.approx(loss.item(), rel=1e-5)
         (2 * found).backward()
         doubled = {
             name: [(box, 2 * part) for box, part in pieces]

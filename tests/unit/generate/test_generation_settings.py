@@ -149,8 +149,7 @@ def test_the_checkpoint_says_what_ends_and_pads(tmp_path):
     hf = FAMILIES["gpt2"]()
     hf.generation_config.eos_token_id, hf.generation_config.pad_token_id = END, PAD
     hf.save_pretrained(tmp_path / "hf")
-    ids, mask = prompts()
-    expected = hf.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=NEW)
+    ids, mask, expected = decided(hf, prompts, 1e-5, max_new_tokens=NEW)
     model = megazoo.from_pretrained(tmp_path / "hf")
     assert torch.equal(model.generate(ids, mask, max_new_tokens=NEW), expected)
     model.save_parallelized(tmp_path / "shards")

@@ -154,9 +154,8 @@ def compare_token_losses(all_logits, targets, tp, terms):
         whole = losses_of(fused_cross_entropy.token_losses, logits, targets, tp, terms)
         with mock.patch.dict(fused_cross_entropy.CHUNK_ELEMENTS, cpu=100):  # several chunks
             chunks = losses_of(fused_cross_entropy.token_losses, logits, targets, tp, terms)
-        assert_equal(chunks, plain)
-        for ours, expected in zip(chunks, whole, strict=True):
-            assert torch.equal(ours[0], expected[0]), "a row depends on its chunk"
+        for ours in (whole, chunks):
+            assert_equal(ours, plain)
         found.append(plain[0][0])
     return found
 

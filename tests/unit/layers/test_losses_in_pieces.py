@@ -86,8 +86,8 @@ def test_evaluation_and_a_loop_of_ones_own_make_losses_in_pieces(ranks, layout):
     whole = ranks(losses_by_other_ways, world(layout), layout)
     pieces = ranks(losses_by_other_ways_in_pieces, world(layout), layout)
     for (evaluated, losses, gradients), (*ours, _) in zip(whole, pieces, strict=True):
-        torch.testing.assert_close(ours[0], evaluated, rtol=1e-6, atol=0)
-        assert ours[1] == pytest.approx(losses, rel=1e-6)
+        torch.testing.assert_close(ours[0], evaluated, rtol=1e-5, atol=0)
+        assert ours[1] == pytest.approx(losses, rel=1e-5)
         for name, gradient in ours[2].items():
             assert (gradient - gradients[name]).abs().max() <= 1e-5 * gradients[name].abs().max(), (
                 name
@@ -149,7 +149,7 @@ def test_logits_of_ones_own_are_made_together():
     for model in (of_a_class, of_one):
         with short_pieces() as count:
             assert model.train_batch(ids, targets=targets).item() == pytest.approx(
-                expected.item(), rel=1e-6
+                expected.item(), rel=1e-5
             )
         assert not count.called
 

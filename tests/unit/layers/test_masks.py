@@ -62,8 +62,8 @@ def test_masks_and_positions_travel_from_the_first_stage(ranks, layout):
         plain = attentive(config, context()).train_batch(**batch_with_everything()[0])
         assert abs(loss - plain.item()) > 1e-3, f"the masks change nothing of {model}"
         for ours, evaluated, theirs in results:
-            assert abs(ours / loss - 1) < 1e-6, model
-            assert abs(evaluated / loss - 1) < 1e-6, model
+            assert abs(ours / loss - 1) < 1e-5, model
+            assert abs(evaluated / loss - 1) < 1e-5, model
             if layout == dict(pp=4):
                 for name, gradient in theirs.items():
                     torch.testing.assert_close(gradient, gradients[name], atol=1e-7, rtol=1e-4)

@@ -134,7 +134,7 @@ def own_loss(layout, own=True):
 def test_a_layer_of_ones_own_gets_the_window_as_well(ranks, layout):
     expected = own_loss({}, own=False)
     for losses in run_in_layout(ranks, own_loss, layout) if layout else [own_loss({})]:
-        assert losses == pytest.approx(expected, rel=1e-6)
+        assert losses == pytest.approx(expected, rel=1e-5)
 
 
 # Caches.
@@ -260,7 +260,7 @@ def test_windows_in_every_layout(ranks, layout):
     assert all(abs(one[0] - other[0]) > 1e-3 for one, other in zip(wholes, without, strict=True))
     for found in run_in_layout(ranks, trained_both_ways, layout):
         for (loss, own), (expected, gradients) in zip(found, wholes, strict=True):
-            assert loss == pytest.approx(expected, rel=1e-6)
+            assert loss == pytest.approx(expected, rel=1e-5)
             for name, gradient in own.items():
                 if gradient.shape == gradients[name].shape:
                     torch.testing.assert_close(gradient, gradients[name], atol=1e-5, rtol=1e-4)

@@ -19,7 +19,7 @@ from megazoo.errors import UserError
 from megazoo.evaluation.scoring import score
 from megazoo.parallel import failure
 from megazoo.testing import RankError, RankPool
-from tests.support.programs import python
+from tests.support.programs import ROOT, python
 from tests.support.sampling import marked_slow
 from tests.support.training import context, layout_name, make_batch, tiny_config, world
 
@@ -267,11 +267,9 @@ class Own(GPT2):
         return super().forward_stage(x, batch, stage)
 """
     )
-    flags = f"--import {tmp_path / 'own.py'} --model own --pp 2 --mock-data --steps 9"
-    flags += " --seq-length 16 --device cpu"
-    done = subprocess.run(
-        [python(), "pretrain_gpt.py", *flags.split()], capture_output=True, text=True, timeout=240
-    )
+    flags = "--model own --pp 2 --mock-data --steps 9 --seq-length 16 --device cpu"
+    command = [python(), "pretrain_gpt.py", "--import", tmp_path / "own.py", *flags.split()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     lines = [
         line for line in done.stderr.splitlines() if "error:" in line and "pretrain_gpt" in line
     ]

@@ -158,5 +158,5 @@ with multiprocessing.get_context("fork").Pool(2) as pool:
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
 def test_a_forked_process_encodes_without_a_warning(name, pipelines):
     command = [sys.executable, "-c", SCRIPT, str(pipelines / name), str(name != "gpt2")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "")
