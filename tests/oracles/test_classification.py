@@ -73,8 +73,7 @@ def outputs(paths, problem, layout):
             if problem == "single_label_classification" or layout in (LAYOUTS[0], LAYOUTS[-1])
         ],
         lambda _, case: (
-            (list(PROBLEMS).index(case[0]), LAYOUTS.index(case[1]))
-            not in [(0, 0), (0, 1), (0, 5), (1, 0), (2, 5)]
+            (list(PROBLEMS).index(case[0]), LAYOUTS.index(case[1])) not in [(0, 0), (1, 0), (2, 5)]
         ),
         name=lambda case: f"{case[0]}-{layout_name(case[1])}",
     ),

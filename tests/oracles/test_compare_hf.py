@@ -21,6 +21,7 @@ from megazoo.testing import Layout, compare
 from megazoo.testing.causes import listed
 from megazoo.testing.reference import Reference, run_reference
 from tests.support.inference import run_main
+from tests.support.sampling import marked_slow
 from tests.support.training import randomized_
 from tests.support.transformers_models import CONFIGS, config_of
 
@@ -73,7 +74,7 @@ def assert_agrees(ranks, directory: Path, reference, layout: str):
     assert agreement.compared == reference.activations.keys()
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", marked_slow(list(CONFIGS), lambda number, _: number % 2))
 def test_families_agree_with_transformers(ranks, name, tmp_path):
     """In one process, with padding; and in one of the layouts, in turns."""
     directory = saved(name, tmp_path)
@@ -92,7 +93,9 @@ def test_families_agree_in_all_layouts(ranks, name, layout, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("layout", "heads", "kv_heads"), [("tp4+sp", 4, 2), ("tp2cp2+sp", 10, 5)], ids=str
+    ("layout", "heads", "kv_heads"),
+    marked_slow([("tp4+sp", 4, 2), ("tp2cp2+sp", 10, 5)], lambda number, _: number > 0),
+    ids=str,
 )
 def test_norms_of_heads_are_compared_however_heads_are_cut(
     ranks, layout, heads, kv_heads, tmp_path
@@ -207,7 +210,7 @@ PLANTED = {
 
 
 # Those of which a rank holds a part, or of whose tokens: they are looked for in ranks, too.
-CUT = ["rows of k", "rows of a head's k", "positions", "rows of the head", "rotary positions"]
+CUT = ["rows of k", "positions", "rows of the head"]
 
 
 @pytest.mark.parametrize(

@@ -39,14 +39,15 @@ WHAT = {"q and v": ("q", "v"), "all linear": "all-linear"}
 NUMBER = {name: number for number, name in enumerate(ONE_OF_EACH)}
 CLASSIFIERS = marked_slow(
     list(product(WITH_CLASSIFIER, LAYOUTS)),
-    lambda _, case: case[1] != LAYOUTS[NUMBER[case[0]] % 2],
+    lambda _, case: NUMBER[case[0]] % 2 or case[1] != LAYOUTS[NUMBER[case[0]] // 2 % 2],
     name=lambda case: f"{case[0]}-{layout_name(case[1])}",
 )
 ADAPTERS = marked_slow(
     list(product(ONE_OF_EACH, WHAT, LAYOUTS)),
     lambda _, case: (
-        (list(WHAT).index(case[1]), case[2])
-        != (NUMBER[case[0]] % 2, LAYOUTS[(1 + NUMBER[case[0]] // 2) % 2])
+        NUMBER[case[0]] % 2 == 0
+        or (list(WHAT).index(case[1]), case[2])
+        != (NUMBER[case[0]] // 2 % 2, LAYOUTS[NUMBER[case[0]] // 4 % 2])
     ),
     name=lambda case: f"{case[0]}-{case[1]}-{layout_name(case[2])}",
 )

@@ -15,6 +15,7 @@ from transformers import Gemma2ForCausalLM
 import megazoo
 from megazoo.models.gemma2 import Gemma2Config
 from tests.support.layouts import short_pieces
+from tests.support.sampling import marked_slow
 from tests.support.training import (
     context,
     layout_name,
@@ -96,7 +97,9 @@ def trained(layout: dict, pieces: bool):
         return train(CONFIG, layout, 3), count.call_count if pieces else None
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=layout_name)
+@pytest.mark.parametrize(
+    "layout", marked_slow(LAYOUTS, lambda number, _: number not in (2, 4), name=layout_name)
+)
 def test_it_trains_as_in_one_process_also_with_its_loss_in_pieces(ranks, layout):
     expected = train(CONFIG, {}, 3)
     for pieces in (False, True):

@@ -72,7 +72,7 @@ def assert_same_answers(kind: str, found: list, expected: list):
             assert mine == wanted
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", marked_slow(list(FAMILIES), lambda _, name: name == "llama"))
 def test_one_process_answers_as_hflm(directories, tasks, answers, family):
     found = evaluated(ours(directories[family], batch_size=3), tasks)
     assert_same(found, answers[family])
@@ -87,7 +87,7 @@ LAYOUTS = [dict(tp=2), dict(pp=2), dict(dp=2), dict(tp=2, pp=2)]
     ("family", "layout"),
     marked_slow(
         list(product(FAMILIES, LAYOUTS)),
-        lambda _, case: case not in (("llama", LAYOUTS[3]), ("mpt", LAYOUTS[2])),
+        lambda _, case: case != ("llama", LAYOUTS[3]),
         name=lambda case: f"{case[0]}-{layout_name(case[1])}",
     ),
 )
@@ -104,7 +104,7 @@ def test_every_layout_answers_as_hflm(ranks, directories, tasks, answers, family
 # What is easily got wrong, of each request by itself.
 
 
-@pytest.fixture(scope="module", params=list(FAMILIES))
+@pytest.fixture(scope="module", params=marked_slow(list(FAMILIES), lambda _, name: name != "gpt2"))
 def both(request, directories):
     return of_both(directories[request.param])
 

@@ -72,7 +72,7 @@ def of_one_process(originals, tmp_path_factory):
             layout,
             (SAVED, OTHERS[number % 3]),
             id=f"two kinds, {layout_name(layout)}",
-            marks=pytest.mark.slow if layout_name(layout) in ("tp4", "pp2", "dp2") else (),
+            marks=pytest.mark.slow if layout_name(layout) in ("tp4", "pp2", "dp2", "cp2") else (),
         )
         for number, layout in enumerate(LAYOUTS[1:])
     ]
