@@ -5,6 +5,7 @@ import torch
 
 from tests.support.fakecuda import WHY_NOT, in_own_process
 from tests.support.fakecuda.runs import train_twice
+from tests.support.sampling import marked_slow
 
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=str(WHY_NOT))
 
@@ -12,9 +13,16 @@ PRESETS = ("llama-tiny", "gpt2-tiny", "mpt-tiny")
 LAYOUTS = ({}, {"pp": 2}, {"pp": 2, "rank": 1}, {"tp": 2, "pp": 2, "sequence_parallel": True})
 
 
-@pytest.mark.parametrize("on_host", [True, False])
 @pytest.mark.parametrize(
-    ("preset", "layout"), [("gpt2-tiny", {}), *zip(PRESETS, LAYOUTS[1:], strict=True)]
+    ("preset", "layout", "on_host"),
+    marked_slow(
+        [
+            (*case, on_host)
+            for case in [("gpt2-tiny", {}), *zip(PRESETS, LAYOUTS[1:], strict=True)]
+            for on_host in (True, False)
+        ],
+        lambda number, _: number % 4 in (1, 2),
+    ),
 )
 def test_no_batch_waits_for_the_device(preset, layout, on_host):
     options = {"layout": layout, "on_host": on_host, "documents": True, "layers": 2}

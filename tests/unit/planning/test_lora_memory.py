@@ -286,6 +286,7 @@ def test_stages_of_the_same_shapes_are_told_apart_by_what_they_train():
     assert after.flops == 8 * 16 * (2 * weights + 3 * scores)
 
 
+@pytest.mark.slow
 def test_a_search_tells_the_stages_apart_that_train():
     config, pattern = replace(find_config("llama-tiny"), layers=8), r"layers\.4\.attention_norm"
     run = PlannedRun(

@@ -89,15 +89,15 @@ def test_copies_count_once_in_the_whole():
 
 
 def test_thousands_of_ranks_are_planned_as_their_few_shapes():
-    config, how = find_config("gpt3-175b"), {"micro_batch_size": 1, "seq_length": 2048}
-    how |= {"dtype": "bfloat16", "global_batch_size": 1536}
-    told = plan(config, dict(tp=8, pp=16, dp=32), quick=True, **how)
-    assert told.parameters == 174_604_259_328
+    config = replace(find_config("gpt3-175b"), layers=12)
+    how = {"micro_batch_size": 1, "seq_length": 2048, "dtype": "bfloat16"}
+    told = plan(config, dict(tp=8, pp=6, dp=64), global_batch_size=1536, quick=True, **how)
+    assert told.parameters == parameter_count(config)
     assert sorted((rank.pp, tp) for rank in told.ranks for tp in rank.tp) == [
-        (p, t) for p in range(16) for t in range(8)
+        (p, t) for p in range(6) for t in range(8)
     ]
     # one has a token of the vocabulary more, on the first stage and on the last
-    assert len(told.ranks) == 18
+    assert len(told.ranks) == 8
 
 
 def train_twice(config, layout, rows, dtype, recompute, count) -> int:
