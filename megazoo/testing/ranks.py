@@ -122,6 +122,8 @@ def _send(pipe, value) -> None:
 def _serve(pipe) -> None:
     """Run functions as a rank until the pipe is closed."""
     torch.set_num_threads(1)
+    # The locks of tqdm then have no name in the system, which a killed process would leave there.
+    multiprocessing.set_start_method("fork", force=True)
     while True:
         try:
             function, args, kwargs, rank, world_size, store = pickle.loads(pipe.recv_bytes())

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -44,12 +45,21 @@ def modules_of(root: Path) -> dict[str, Path]:
     return {name.removesuffix(".__init__"): file for name, file in names.items()}
 
 
-def nodes_of(tree: ast.AST, for_types: bool) -> Iterator[ast.AST]:
-    """The nodes of a module. for_types: also those that a type checker alone reads."""
+def statements_of(tree: ast.AST, for_types: bool) -> Iterator[ast.stmt]:
+    """The statements of a module. for_types: also those that a type checker alone reads."""
     for node in ast.iter_child_nodes(tree):
-        if for_types or not (isinstance(node, ast.If) and ast.unparse(node.test) == CHECKING):
+        if isinstance(node, ast.If) and not for_types and ast.unparse(node.test) == CHECKING:
+            continue
+        if not isinstance(node, ast.expr):
             yield node
-            yield from nodes_of(node, for_types)
+            yield from statements_of(node, for_types)
+
+
+@cache
+def imported_by(text: str, for_types: bool) -> list[ast.Import | ast.ImportFrom]:
+    """The imports in the text of a module."""
+    statements = statements_of(ast.parse(text), for_types)
+    return [node for node in statements if isinstance(node, ast.Import | ast.ImportFrom)]
 
 
 def imports_of(
@@ -61,14 +71,12 @@ def imports_of(
     imports = defaultdict(set)
     for name in importing or modules:
         file = modules[name]
-        for node in nodes_of(ast.parse(file.read_text()), for_types):
+        for node in imported_by(file.read_text(), for_types):
             if isinstance(node, ast.Import):
                 targets = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
+            else:
                 assert node.level == 0, f"{file}: imports are absolute"
                 targets = [f"{node.module}.{alias.name}" for alias in node.names]
-            else:
-                continue
             for target in targets:
                 found = target if target in modules else target.rpartition(".")[0]
                 if found in modules and found != name:
@@ -132,7 +140,7 @@ def test_no_modules_import_each_other():
 def test_the_package_imports_no_program(imports):
     """What is importable needs neither pretrain_gpt.py nor the tools."""
     for file in (ROOT / "megazoo").rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in imported_by(file.read_text(), for_types=True):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) else []
             outside = [

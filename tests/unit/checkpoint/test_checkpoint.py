@@ -63,7 +63,7 @@ def test_resume_in_another_layout(ranks, tmp_path, before, afters, tied):
         assert worst_relative(history, expected[2:]) < 1e-5, after
 
 
-@pytest.mark.parametrize("ffn_size", [50, 1283])
+@pytest.mark.parametrize("ffn_size", [pytest.param(50, marks=pytest.mark.slow), 1283])
 def test_resume_in_another_layout_with_inner_features_that_tp_does_not_divide(
     ranks, tmp_path, ffn_size
 ):

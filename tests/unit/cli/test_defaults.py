@@ -12,6 +12,7 @@ from megazoo.models.published import GPT3, PUBLISHED, pretraining_defaults
 from megazoo.models.registry import presets
 from megazoo.programs import models, plan
 from tests.support.inference import run_main
+from tests.support.sampling import marked_slow
 
 
 def settings(*words):
@@ -146,7 +147,7 @@ RUNS = [
 ]
 
 
-@pytest.mark.parametrize("words", RUNS)
+@pytest.mark.parametrize("words", marked_slow(RUNS, lambda number, _: number % 2 == 0))
 def test_plan_and_pretrain_describe_the_same_run(words, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.jsonl").write_text('{"text": "a text"}\n')

@@ -79,7 +79,13 @@ dist.barrier()
 """
 
 
-@pytest.mark.parametrize("agent", ["0", "1"], ids=["rank 0's store", "torchrun's store"])
+@pytest.mark.parametrize(
+    "agent",
+    [
+        pytest.param("0", id="rank 0's store"),
+        pytest.param("1", id="torchrun's store", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize(
     ("work", "timeout"), [("0.5", "100"), pytest.param("12", "10", marks=pytest.mark.slow)]
 )

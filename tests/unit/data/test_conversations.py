@@ -225,7 +225,7 @@ CASES = [
 PROGRAM = "--device cpu --micro-batch-size 2".split()
 
 
-@pytest.mark.parametrize(("kind", "layouts"), marked_slow(CASES, lambda number, _: number > 1))
+@pytest.mark.parametrize(("kind", "layouts"), marked_slow(CASES, lambda number, _: number > 0))
 def test_fine_tuning_gives_transformers_loss_and_one_processs_in_every_layout(
     ranks, llama, tmp_path, kind, layouts
 ):

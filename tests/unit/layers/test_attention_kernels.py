@@ -63,7 +63,7 @@ def test_the_page_has_every_case():
     [
         ("half", torch.bfloat16),
         pytest.param("half", torch.float16, marks=pytest.mark.slow),
-        ("fp32", torch.float32),
+        pytest.param("fp32", torch.float32, marks=pytest.mark.slow),
     ],
 )
 def test_the_page_says_what_torch_chooses(kind, dtype):

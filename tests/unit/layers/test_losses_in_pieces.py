@@ -45,7 +45,9 @@ PIECES = [
     ("llama", dict(pp=2), "gpipe"), ("llama", dict(pp=2), "zb-h1"),
 ]  # fmt: skip
 CASES = marked_slow(
-    PIECES, lambda number, _: number > 5, name=lambda case: "-".join(map(case_name, case))
+    PIECES,
+    lambda number, _: number not in (1, 3, 5),
+    name=lambda case: "-".join(map(case_name, case)),
 )
 
 

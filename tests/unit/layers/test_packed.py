@@ -17,6 +17,7 @@ from megazoo.models import masks as model_masks
 from megazoo.parallel.sequence import SequenceCut
 from tests.support.attention import LENGTHS, attentive, calls, documents, each_alone
 from tests.support.layouts import case_name
+from tests.support.sampling import marked_slow
 from tests.support.training import (
     MODELS,
     context,
@@ -69,7 +70,12 @@ def compared(ranks, cases, layout):
         yield several, results, gradients
 
 
-@pytest.mark.parametrize("layout", [{}, dict(pp=2), dict(tp=2, sp=True)], ids=layout_name)
+@pytest.mark.parametrize(
+    "layout",
+    marked_slow(
+        [{}, dict(tp=2, sp=True), dict(pp=2)], lambda number, _: number > 1, name=layout_name
+    ),
+)
 def test_documents_alone_train_as_by_a_mask(ranks, layout):
     for _, results, gradients in compared(ranks, WHOLE, layout):
         for _, theirs, called in results:
@@ -88,7 +94,9 @@ CHUNKS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "layout"), CHUNKS, ids=case_name)
+@pytest.mark.parametrize(
+    ("name", "layout"), marked_slow(CHUNKS, lambda number, _: number > 1), ids=case_name
+)
 def test_packed_chunks_train_as_one_process_by_a_mask(ranks, name, layout):
     cases = [(name, False), (name, True)]
     for several, results, gradients in compared(ranks, cases, layout):

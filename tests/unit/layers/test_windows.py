@@ -254,7 +254,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("layout", marked_slow(LAYOUTS, lambda n, _: n > 3, name=layout_name))
+@pytest.mark.parametrize("layout", marked_slow(LAYOUTS, lambda n, _: n > 1, name=layout_name))
 def test_windows_in_every_layout(ranks, layout):
     wholes, without = trained_both_ways({}), trained_both_ways({}, replace(MIXED, window=0))
     assert all(abs(one[0] - other[0]) > 1e-3 for one, other in zip(wholes, without, strict=True))

@@ -54,6 +54,7 @@ GRAPHS = {"backend": "aot_eager"}  # without the minutes that a C++ compiler tak
 CUT = [dict(cp=2, method="ulysses"), dict(cp=2, method="allgather")]
 
 
+@pytest.mark.slow
 def test_the_graphs_of_a_pipeline_with_full_recomputation_train_alike(ranks):
     assert_trains_alike(ranks, SHORT, dict(pp=2), ("full",), **GRAPHS)
 

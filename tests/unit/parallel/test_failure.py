@@ -89,7 +89,7 @@ def assert_all_hear_of_it(ranks, layout, kind, broken, in_backward=False):
     assert set(answers) == {("UserError", f"rank {broken} failed: Broken: {OWN}")}
 
 
-FAST_CALLS = (0, 5, 7, 8, 12, 15)  # a split backward, a loop, no backward; each rank
+FAST_CALLS = (5, 7, 8)  # a split backward, a loop, no backward
 CALLS = ["1f1b", "gpipe", "zb-h1", "microbatches", "eval", "forward", "score", "generate", "beams"]
 
 

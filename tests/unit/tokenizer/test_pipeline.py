@@ -155,7 +155,7 @@ with multiprocessing.get_context("fork").Pool(2) as pool:
 """
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt2"])
+@pytest.mark.parametrize("name", ["bert", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_a_forked_process_encodes_without_a_warning(name, pipelines):
     command = [sys.executable, "-c", SCRIPT, str(pipelines / name), str(name != "gpt2")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
