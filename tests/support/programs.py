@@ -30,8 +30,8 @@ MARK = "MEGAZOO_TEST_MARK"
 
 @functools.cache
 def python() -> str:
-    """The path of the stand-in, named `python`, with a `torchrun` beside it. The first call starts
-    the server."""
+    """The path of the stand-in, named `python`, with `torchrun` and `megazoo` beside it. The first
+    call starts the server."""
     directory = tempfile.TemporaryDirectory(prefix="megazoo-programs-")
     path = Path(directory.name)
     client = [
@@ -43,7 +43,9 @@ def python() -> str:
         sys.executable,
     ]
     exported = f"export MEGAZOO_TEST_PYTHON={shlex.quote(str(path / 'python'))}\n"
-    for name, arguments in (("python", []), ("torchrun", ["-m", "torch.distributed.run"])):
+    modules = {"python": [], "torchrun": ["torch.distributed.run"], "megazoo": ["megazoo"]}
+    for name, module in modules.items():
+        arguments = ["-m", *module] if module else []
         (path / name).write_text(
             f'#!/bin/sh\n{exported}exec {shlex.join([*client, *arguments])} "$@"\n'
         )
