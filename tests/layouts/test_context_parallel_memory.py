@@ -85,11 +85,9 @@ def test_two_ranks_are_planned_half_the_activations_of_one(name):
     assert told[2].activations < 0.55 * told[1].activations
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="RssAnon is Linux's")
-@pytest.mark.parametrize(
-    ("name", "recompute"),
-    [("llama", "selective"), pytest.param("gpt2", "none", marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("name", "recompute"), [("llama", "selective"), ("gpt2", "none")])
 def test_activations_are_within_a_tenth_of_the_plan(name, recompute):
     measured = in_fresh_processes(
         peak_of_activations, LONG[name], LENGTH, 2, recompute, processes=2
@@ -203,7 +201,7 @@ def forward_by_hand(cp, tp, method):
             (1, "ulysses", "none"), (2, "ulysses", "full"), (2, "allgather", "none"),
             (2, "allgather", "full"),
         ],
-        lambda number, _: number > 4,
+        lambda number, _: number not in (1, 2, 3),
     ),
 )  # fmt: skip
 def test_bytes_over_cp_are_those_of_the_plan_and_by_hand(ranks, tp, method, recompute):

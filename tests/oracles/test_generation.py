@@ -106,7 +106,10 @@ def test_greedy_and_beam_search_are_the_same_in_layouts(ranks, cases, family, la
             assert torch.equal(ids, expected), settings
 
 
-@pytest.mark.parametrize("name", [name for name in ROPE if name != "dynamic"])
+@pytest.mark.parametrize(
+    "name",
+    marked_slow([name for name in ROPE if name != "dynamic"], lambda number, _: number % 2),
+)
 def test_scaled_rotary_generates_the_same_cached_and_uncached(name):
     """The other positions: against transformers, above."""
     sizes = {**SIZES, "kv_heads": 2, "ffn_size": 48, "rope_scaling": ROPE[name]}

@@ -200,7 +200,12 @@ def torchs_loss(model, ids, targets, smoothing=0.0, z_loss=0.0):
 
 
 @pytest.mark.parametrize("pieces", [False, True], ids=["whole", "pieces"])
-@pytest.mark.parametrize("layout", [dict(), dict(tp=2), dict(tp=2, pp=2)], ids=layout_name)
+@pytest.mark.parametrize(
+    "layout",
+    marked_slow(
+        [dict(), dict(tp=2, pp=2), dict(tp=2)], lambda number, _: number > 1, name=layout_name
+    ),
+)
 @pytest.mark.parametrize(("family", "name"), [(WithTerms, "llama"), (TiedWithTerms, "gpt2")])
 def test_soft_cap_smoothing_and_z_loss_equal_torch(ranks, family, name, layout, pieces):
     model = randomize(family.build(MODELS[name], context(), seed=3))

@@ -102,6 +102,7 @@ def test_a_model_survives_deepcopy_and_a_change_of_dtype():
         assert ours.parameter.dtype == torch.float32
 
 
+@pytest.mark.slow
 def test_every_preset_builds_on_meta():
     for family in FAMILIES.values():
         for preset in family.presets:

@@ -109,6 +109,7 @@ def graphs_of_attention(**layout):
     return explained.graph_count, [each.reason for each in explained.break_reasons]
 
 
+@pytest.mark.slow
 def test_attention_breaks_only_where_ranks_meet(ranks):
     """Over a cut sequence each of the functions that call each other ends a graph there, and begins
     another after."""

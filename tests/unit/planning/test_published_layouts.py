@@ -89,7 +89,8 @@ def test_replicas_of_llama_8b_are_faster_than_tp_on_two_nodes():
     assert told[-1] > 1.5 * told[0]
 
 
-@pytest.mark.parametrize("batch", [32, pytest.param(128, marks=SLOW)])
+@SLOW
+@pytest.mark.parametrize("batch", [32, 128])
 def test_tp_of_a_node_with_a_pipeline_beyond_is_best(batch):
     """Figure 13 of Narayanan et al.: 162 billion parameters on 64 GPUs, best at tp 8 and pp 8."""
     sizes = [(32, 2), (16, 4), (8, 8), (4, 16), (2, 32)]

@@ -71,7 +71,7 @@ def test_a_planted_bug_is_found_and_named(bug):
     assert outcome.usual or is_error or bug.layout == "transformers"
 
 
-@pytest.mark.parametrize(("owner", "part", "bug"), sampled(ALL_PARTS, 3, seed=1))
+@pytest.mark.parametrize(("owner", "part", "bug"), sampled(ALL_PARTS, 2, seed=1))
 def test_without_a_part_of_the_check_a_bug_is_missed(owner, part, bug):
     with mock.patch.object(owner, part, return_value=iter(())):
         outcome = outcome_of(named(bug))
