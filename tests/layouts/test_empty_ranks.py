@@ -167,8 +167,13 @@ def test_checkpoints_load_everywhere(family, layout, zero, ranks, tmp_path, caps
             assert torch.equal(entry.parameter, expected[entry.name]), (name, entry.name)
 
 
-def test_plans_and_checks_know_empty_ranks():
-    assert all(verdict.passed for verdict in check_parallel(CONFIGS["gpt2"], ["pp2v2"], steps=1))
+@pytest.mark.parametrize("layout", ["pp2v2", pytest.param("tp2pp2", marks=pytest.mark.slow)])
+def test_checks_know_empty_ranks(layout):
+    (verdict,) = check_parallel(CONFIGS["gpt2"], [layout], steps=1)
+    assert verdict.passed, verdict.cause
+
+
+def test_plans_know_empty_ranks():
     planner = Planner(CONFIGS["gpt2"])
     plan = planner.plan(
         ParallelContext.virtual(tp=2, pp=2),

@@ -199,14 +199,17 @@ def test_losses_in_bfloat16_are_near_those_of_one_process(ranks):
         assert worst_relative([loss for loss, *_ in history], expected) < 1e-2
 
 
-def test_a_checkpoint_resumes_in_other_layouts(ranks, tmp_path):
+@pytest.mark.parametrize(
+    "layouts", [("tp1", "tp2ep2"), pytest.param(("pp2ep2+zero",), marks=pytest.mark.slow)]
+)
+def test_a_checkpoint_resumes_in_other_layouts(ranks, tmp_path, layouts):
     """With its moments: the steps after it, and the weights, are those of one process."""
     batches, config = batches_of("plain", 4), replace(MIXTRAL, router_balance="bias")
     alone = trained(config, batches, {}, count=4)
     place = Layout.named("ep4+zero")
     saved = {"saved": tmp_path / "ep4", "count": 4, "zero": 1}
     ranks(trained, 4, config, batches[:2], sizes_of(place), **saved)
-    for layout in ("tp1", "tp2ep2"):
+    for layout in layouts:
         place = Layout.named(layout)
         resumed = {"start": tmp_path / "ep4", "count": 4, "zero": place.zero}
         if place.ranks == 1:

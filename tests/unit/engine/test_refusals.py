@@ -17,6 +17,7 @@ from megazoo.optim.loss_scale import LossScale
 from megazoo.parallel import failure
 from megazoo.programs import check_parallel, plan
 from megazoo.testing import check_parallel as check
+from tests.support.sampling import marked_slow
 from tests.support.training import context, tiny_config
 
 IDS = torch.arange(32).view(4, 8)
@@ -179,7 +180,12 @@ def test_a_tolerance_that_would_pass_everything_or_nothing():
                 call(tolerance)
 
 
-@pytest.mark.parametrize(("mode", "value"), [([], 0), (["--search"], -1)], ids=["plan", "search"])
+@pytest.mark.parametrize(
+    ("mode", "value"),
+    marked_slow(
+        [([], 0), (["--search"], -1), ([], -1), (["--search"], 0)], lambda number, _: number > 1
+    ),
+)
 def test_sizes_of_a_plan_are_at_least_1(mode, value):
     sizes = ("gpus", "tp", "pp", "dp", "virtual-pp", "micro-batch-size", "global-batch-size")
     for flag in sizes:
