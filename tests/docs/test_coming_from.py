@@ -35,7 +35,7 @@ from tests.support.training import context
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "coming_from.md").read_text()
 
-CONFIG = GPT2Config(vocab_size=61, max_positions=64, hidden_size=32, layers=4, heads=4)
+CONFIG = GPT2Config(vocab_size=61, max_positions=64, hidden_size=32, layers=2, heads=4)
 PLACES = {"N": "2", "DIR": "dir", "FILE": "file", "CKPT": "ckpt"}
 
 # What else than the span itself is run for it, on the ranks.

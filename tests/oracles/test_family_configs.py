@@ -181,7 +181,7 @@ def logits_of_transformers(path, values) -> torch.Tensor | None:
 
 @pytest.mark.parametrize(
     ("family", "cases"),
-    [(family, 6 if "moe" in family or family == "mixtral" else 8) for family in FIELDS]
+    [(family, 3 if "_moe" in family else 8) for family in FIELDS]
     + [pytest.param(family, 300, marks=pytest.mark.slow) for family in FIELDS],
 )
 def test_random_configs_are_read_as_transformers_reads_them(family, cases, tmp_path):

@@ -27,6 +27,7 @@ from tests.support.classifiers import (
 from tests.support.data import write_lines
 from tests.support.inference import run_main
 from tests.support.pretraining import losses, records
+from tests.support.sampling import marked_slow
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +97,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("family", "kind", "train_only"), CASES)
+@pytest.mark.parametrize(
+    ("family", "kind", "train_only"), marked_slow(CASES, lambda number, _: number in (0, 1))
+)
 def test_training_and_evaluation_are_those_of_transformers(
     language_models, tmp_path, monkeypatch, capsys, family, kind, train_only
 ):

@@ -58,6 +58,7 @@ def test_a_script_starts(launcher, tmp_path):
     assert [float(loss) for loss in told] == pytest.approx([expected] * 2, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_training_program_starts_by_the_older_launcher(tmp_path):
     launcher = "-m torch.distributed.launch --nproc_per_node 2".split()
     job = "--tp 2 --hidden-size 16 --heads 2 --layers 1 --seq-length 16 --device cpu "

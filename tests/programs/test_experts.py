@@ -107,7 +107,9 @@ def rows_of_a_classifier(path):
     return ["--data", str(write_lines(path, *rows)), "--split", "80,20,0", "--num-labels", "2"]
 
 
-@pytest.mark.parametrize("rows", [rows_of_text, rows_of_a_classifier])
+@pytest.mark.parametrize(
+    "rows", [rows_of_text, pytest.param(rows_of_a_classifier, marks=pytest.mark.slow)]
+)
 def test_padding_chooses_no_expert(ranks, tmp_path, rows):
     """Otherwise the auxiliary loss would depend on the longest row of a replica."""
     mixture = ["--model", "mixtral", "--experts", "4", "--tokenizer", "byte", "--steps", "2"]

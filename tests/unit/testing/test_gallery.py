@@ -103,7 +103,7 @@ def test_the_page_has_what_the_self_test_prints():
 
 
 @pytest.mark.parametrize(
-    "bug", sampled([bug for bug in BUGS if bug.layout != "transformers"], 2, seed=1, name=title_of)
+    "bug", sampled([bug for bug in BUGS if bug.layout != "transformers"], 1, seed=1, name=title_of)
 )
 def test_a_layout_without_the_bug_passes(bug):
     """So what is told of a planted one comes from it."""

@@ -42,7 +42,7 @@ def opened(pipelines, name):
 # 22 tokenizers, 5,000 texts, and two encodings of each
 @pytest.mark.parametrize(
     ("name", "count"),
-    marked_slow([(n, c) for c in (100, 5000) for n in NAMES], lambda _, case: case[1] > 100),
+    marked_slow([(n, c) for c in (50, 5000) for n in NAMES], lambda _, case: case[1] > 50),
 )
 def test_ids_and_texts_are_those_of_transformers(name, count, pipelines, texts):
     ours, theirs = opened(pipelines, name)
