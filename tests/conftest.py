@@ -60,9 +60,10 @@ def pytest_terminal_summary(terminalreporter, config):
     """Print the seconds of each folder of tests, of all workers together."""
     reports = [report for found in terminalreporter.stats.values() for report in found]
     seconds, tests = budget.by_folder(reports)
-    terminalreporter.section("worker seconds by folder")
-    for line in budget.table(seconds, tests, budget.recorded()):
-        terminalreporter.line(line)
+    if tests:
+        terminalreporter.section("worker seconds by folder")
+        for line in budget.table(seconds, tests, budget.recorded()):
+            terminalreporter.line(line)
     if config.option.record_durations:
         budget.record(seconds, tests, config.option.record_durations)
 

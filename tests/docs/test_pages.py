@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import inspect
 import os
+import random
 import re
 import shlex
 import signal
@@ -27,7 +28,7 @@ from megazoo.models.registry import FAMILIES
 from megazoo.parallel import ParallelContext
 from tests.docs import refresh_docs
 from tests.support.programs import MARK, marked, python
-from tests.support.sampling import commit_seed, sampled
+from tests.support.sampling import commit_seed, marked_slow
 from tests.support.scripts import program_of
 
 ROOT = Path(__file__).parents[2]
@@ -37,9 +38,17 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 FILE = re.compile(r"(?<![\w/.])(?:megazoo|tests|tools|configs)/[\w/]+\.(?:py|toml|sbatch)")
 NAMED = re.compile(r"# ([\w./-]+\.\w+)\n")  # a block's first line, where it is a file
 SECONDS = 300  # for one block
-# Of the pages that start programs, half run in `make test`: which ones changes with the commit.
-WITH_PROGRAMS = [page for page in PAGES if "\n```bash\n" in page.read_text()]
-WITHOUT = [page for page in PAGES if page not in WITH_PROGRAMS]
+# Of the pages that start programs, half run in `make test`, drawn by the commit: one of each two
+# that have about as many lines of bash.
+LINES = {
+    page: sum(
+        block.count("\n") for name, block in BLOCK.findall(page.read_text()) if name == "bash"
+    )
+    for page in PAGES
+}
+WITH_PROGRAMS = sorted((page for page in PAGES if LINES[page]), key=LINES.__getitem__)
+DRAW = random.Random(commit_seed())
+HALF = {DRAW.choice(WITH_PROGRAMS[n : n + 2]) for n in range(0, len(WITH_PROGRAMS), 2)}
 # Those of Slurm, pip and hf, and of Megatron-LM in an example of a refusal.
 FOREIGN = {
     "--index-url",
@@ -128,10 +137,7 @@ def processes_of(directory: Path, patience: float = 60.0) -> list[int]:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "page",
-    [
-        *sampled(WITH_PROGRAMS, len(WITH_PROGRAMS) // 2, seed=commit_seed(), name=stem),
-        *sampled(WITHOUT, len(WITHOUT), name=stem),
-    ],
+    marked_slow(PAGES, lambda _, page: LINES[page] and page not in HALF, name=stem),
 )
 @pytest.mark.usefixtures("families")
 def test_a_page_runs_as_printed(page, shell):

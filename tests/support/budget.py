@@ -51,7 +51,7 @@ def by_folder(reports) -> tuple[Counter, Counter]:
 
 def table(seconds: Counter, tests: Counter, recorded: dict | None) -> list[str]:
     """Return the lines of the summary: seconds per folder, its budget, and the difference to the
-    recorded run.
+    recorded run, of the folders that have tests.
 
     recorded: the contents of durations.json, or None.
     """
@@ -64,10 +64,11 @@ def table(seconds: Counter, tests: Counter, recorded: dict | None) -> list[str]:
         values += [f"{old:.0f}", f"{found - old:+.0f}"] if old is not None else ["", ""]
         rows.append((*values, f"over by {over:.0f}" if over >= 0.5 else ""))
 
-    for folder, budget in BUDGET.items():
-        row(folder, tests[folder], seconds[folder], budget, before.get(folder))
-    total = sum(before.values()) if before else None
-    row("total", tests.total(), seconds.total(), sum(BUDGET.values()), total)
+    here = [folder for folder in BUDGET if tests[folder]]
+    for folder in here:
+        row(folder, tests[folder], seconds[folder], BUDGET[folder], before.get(folder))
+    total = sum(before.get(folder, 0) for folder in here) if before else None
+    row("total", tests.total(), seconds.total(), sum(BUDGET[folder] for folder in here), total)
     lines = [
         f"{row[0]:20}" + "".join(f"{value:>11}" for value in row[1:6]) + f"  {row[6]}".rstrip()
         for row in rows
