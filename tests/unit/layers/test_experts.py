@@ -79,7 +79,8 @@ def test_it_is_the_weighted_sum_of_the_chosen_experts(top_k, normalize):
         y.square().sum().backward()
         gradients.append([y, x.grad, *(parameter.grad for parameter in moe.parameters())])
     for one, other in zip(*gradients, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+        largest = other.abs().max().item()  # sums cancel in small gradients
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6 * max(1.0, largest))
 
 
 def test_experts_that_ranks_do_not_divide_are_refused():
