@@ -137,8 +137,9 @@ def command_line(arguments: list[str], name: str | None = None) -> str:
 
 
 def _python() -> str:
-    """Return the command for this Python: `python`, a relative path or an absolute path."""
-    return "python" if shutil.which("python") == sys.executable else _path(sys.executable)
+    """Return the command for this Python, for a shell: `python`, a relative or an absolute path."""
+    found = shutil.which("python") == sys.executable
+    return "python" if found else shlex.quote(_path(sys.executable))
 
 
 def _path(file: str | Path) -> str:

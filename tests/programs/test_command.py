@@ -1,5 +1,6 @@
 """The command `megazoo`: its help, its mistakes, its completion, and scripts as its spellings."""
 
+import shlex
 import shutil
 import subprocess
 import sys
@@ -93,7 +94,10 @@ def test_commands_to_go_on_are_spelled_as_the_program_was_started(monkeypatch):
     assert torchrun_line(2) == "torchrun --nproc-per-node 2 pretrain_gpt.py --tp 2"
     monkeypatch.setattr(sys, "argv", ["../clone/tools/evaluate.py"])
     elsewhere = Path.cwd().parent / "clone" / "pretrain_gpt.py"
-    assert command_line(["a"], "pretrain").endswith(f" {elsewhere} a")
+    assert command_line(["a"], "pretrain").endswith(f" {shlex.quote(str(elsewhere))} a")
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", "/a b/python")
+        assert command_line(["a"], "pretrain").startswith("'/a b/python' ")
     started_as(generate)
     assert command_line(["a"], "plot metrics").endswith("megazoo plot metrics a")
     assert torchrun_line(2, ["a"]) == "torchrun --nproc-per-node 2 -m megazoo generate a"
