@@ -58,6 +58,8 @@ def pytest_collection_modifyitems(config, items):
 @pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter, config):
     """Print the seconds of each folder of tests, of all workers together."""
+    if "PYTEST_XDIST_WORKER" in os.environ:  # which knows only its own tests
+        return
     reports = [report for found in terminalreporter.stats.values() for report in found]
     seconds, tests = budget.by_folder(reports)
     if tests:

@@ -1,5 +1,6 @@
 """Ranks for tests: a reusable pool of gloo processes on this machine."""
 
+import contextlib
 import multiprocessing
 import os
 import pickle
@@ -143,4 +144,5 @@ def _serve(pipe) -> None:
                 dist.destroy_process_group()
             _send(pipe, answer)
         except BaseException:
-            _send(pipe, (None, traceback.format_exc()))
+            with contextlib.suppress(OSError):  # closed, because another rank has failed before
+                _send(pipe, (None, traceback.format_exc()))

@@ -43,6 +43,8 @@ def test_the_table_names_folders_over_their_budget_and_the_difference(tmp_path):
     (docs,) = (line.split() for line in lines if line.startswith("tests/docs"))
     assert docs == ["tests/docs", "5", "97", "90", "50", "+47", "over", "by", "7"]
     assert len(lines) == 4, "the heading, the folder, the total, and the recorded run"
+    few = budget.table(found, Counter({"tests/docs": 3}), json.loads(path.read_text()))
+    assert "+47" not in few[1], "a selection is not compared"
     _, docs, total = budget.table(found, Counter({"tests/docs": 5}), None)
     assert docs.split() == ["tests/docs", "5", "97", "90", "over", "by", "7"]
     assert total.split() == ["total", "5", "97", "90", "over", "by", "7"]
