@@ -27,6 +27,8 @@ def pytest_configure(config):
     """Keep the files of Hugging Face's libraries, which read this when they are imported, out of
     the user's own directory, and the libraries off the network. Programs that tests start inherit
     the signals that are ignored here: none, also under nohup and in the background."""
+    if config.option.shard:
+        shard_of(config.option.shard)  # raises before tests are collected
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if "PYTEST_XDIST_WORKER" not in os.environ:  # a worker has it from who started it

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import pickle
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -123,8 +124,10 @@ def _send(pipe, value) -> None:
 def _serve(pipe) -> None:
     """Run functions as a rank until the pipe is closed."""
     torch.set_num_threads(1)
-    # The locks of tqdm then have no name in the system, which a killed process would leave there.
-    multiprocessing.set_start_method("fork", force=True)
+    from tqdm import tqdm
+
+    # The default lock of tqdm has a name in the system, which a killed process would leave there.
+    tqdm.set_lock(threading.RLock())
     while True:
         try:
             function, args, kwargs, rank, world_size, store = pickle.loads(pipe.recv_bytes())

@@ -35,7 +35,7 @@ Q_AND_V["Phi3"] = ["qkv_proj"]
 OF_EXPERTS = ["q_proj", "k_proj", "v_proj", "o_proj"]  # adapters of experts are not supported
 WITH_CLASSIFIER = [name for name in ONE_OF_EACH if TWINS[name][0] != "Olmoe"]
 WHAT = {"q and v": ("q", "v"), "all linear": "all-linear"}
-# Fast: each family in one process or in two, and with one kind of adapters.
+# Fast: each family once, as a classifier or with one kind of adapters.
 NUMBER = {name: number for number, name in enumerate(ONE_OF_EACH)}
 CLASSIFIERS = marked_slow(
     list(product(WITH_CLASSIFIER, LAYOUTS)),

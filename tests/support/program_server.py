@@ -21,6 +21,7 @@ import selectors
 import signal
 import socket
 import sys
+import threading
 import traceback
 import types
 from pathlib import Path
@@ -170,7 +171,9 @@ def fork_interpreter(path: str, arguments: list[str], passed: list[int]) -> int:
         for number in signal.valid_signals():
             if callable(signal.getsignal(number)):
                 signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        multiprocessing.forkserver._forkserver._lock = threading.Lock()  # was held to start this
         for first, end in itertools.pairwise([2, *sorted(map(int, passed)), 1 << 16]):
             os.closerange(first + 1, end)
         sys.argv[:] = ["-c", *rest]
@@ -182,8 +185,9 @@ def fork_interpreter(path: str, arguments: list[str], passed: list[int]) -> int:
     except BaseException:
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
         os._exit(status)
 
 

@@ -59,10 +59,11 @@ def test_the_graphs_of_a_pipeline_with_full_recomputation_train_alike(ranks):
     assert_trains_alike(ranks, SHORT, dict(pp=2), ("full",), **GRAPHS)
 
 
-def test_the_graphs_of_experts_train_alike(ranks):
+@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_graphs_of_experts_train_alike(ranks, stages):
     sizes = {"experts": 4, "vocab_size": SHORT.vocab_size, "max_positions": SHORT.max_positions}
-    config = replace(find_config("mixtral-tiny"), layers=1, **sizes)
-    assert_trains_alike(ranks, config, {}, schedule="zb-h1", **GRAPHS)
+    config = replace(find_config("mixtral-tiny"), layers=stages, **sizes)
+    assert_trains_alike(ranks, config, dict(pp=stages), schedule="zb-h1", **GRAPHS)
 
 
 @pytest.mark.slow

@@ -73,8 +73,9 @@ def test_modules_may_be_called_by_name_return_numbers_and_be_shared(tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_more_stages_than_a_small_model_has_layers():
-    (verdict,) = check_parallel(replace(SMALL, layers=3), ["pp3"], steps=1)
+@pytest.mark.parametrize("stages", [3, pytest.param(6, marks=pytest.mark.slow)])
+def test_more_stages_than_a_small_model_has_layers(stages):
+    (verdict,) = check_parallel(replace(SMALL, layers=stages), [f"pp{stages}"], steps=1)
     assert verdict.passed, verdict.cause
 
 
