@@ -3,8 +3,11 @@ larger one.
 
 A fault changes one expression: an operator, a constant, a condition, or an argument that is
 dropped. `faults.json` has sixty of them. They were drawn with a seed, at most one per file, from
-the expressions that `make test` evaluates. Run these commands in a clone with an environment of its
-own, because `cover` and `run` change the source files, and restore them at the end:
+the expressions that `make test` evaluates. `found_by` is the first test of `make test` at cdd8644
+that failed; null if none did, "limit" if none did in four minutes, and missing if it was not tried.
+
+Run these commands in a clone with an environment of its own, because `cover` and `run` change the
+source files, and restore them at the end:
 
     python -m tests.support.faults draw --seed 68 --count 120 > FAULTS
     python -m tests.support.faults cover COVERAGE [--list FAULTS] [-- PYTEST ARGUMENTS]
