@@ -14,7 +14,7 @@ import torch
 from megazoo.testing import RankPool
 from megazoo.testing.ranks import PRELOADED
 from tests.support import budget
-from tests.support.sampling import shard_of
+from tests.support.sampling import in_shard, shard_of
 
 # Modules that tests import and that take seconds to load: the server of ranks loads them once.
 PRELOADED += ["pytest", "megazoo.pretrain"]
@@ -48,13 +48,10 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Keep the tests of one shard: every eighth, so that each shard has some of every folder."""
+    """Keep the tests of one shard."""
     if config.option.shard:
-        index, count = shard_of(config.option.shard)
-        config.hook.pytest_deselected(
-            items=[item for number, item in enumerate(items) if number % count != index]
-        )
-        items[:] = items[index::count]
+        items[:], others = in_shard(list(items), config.option.shard)
+        config.hook.pytest_deselected(items=others)
 
 
 @pytest.hookimpl(trylast=True)

@@ -81,6 +81,8 @@ def main(arguments: list[str]) -> None:
         if options.case != "scaling":
             raise UserError("--picture draws the curves of the case scaling: pass that case")
         picture.pyplot()  # raises before the measurements if matplotlib is missing
+    if (options.rows or options.tiny) and options.case != "gpu_rows":
+        raise UserError("--rows and --tiny are options of the case gpu_rows: pass that case")
     rows = tuple(filter(None, options.rows.split(",")))
     setup = Setup(options.pairs, options.gigabytes, options.directory, rows, options.tiny)
     print(f"{machine()}\n")

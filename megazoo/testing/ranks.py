@@ -24,6 +24,7 @@ PRELOADED = [
     "megazoo.optim",
     "megazoo.testing",
     "torch.fx.experimental.symbolic_shapes",
+    "tqdm",
 ]
 
 

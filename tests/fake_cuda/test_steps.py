@@ -66,7 +66,7 @@ GENERATED = {
 
 def in_turn(cases: list[tuple], names: list[str]) -> list:
     """Cases (preset, name, which) as parameters: in `make test` each name has one family, and the
-    first rank or the last, in turn; names of one family alone have the last."""
+    first rank or the last, in turn; names of a single family have only the last."""
 
     def is_slow(_, case: tuple) -> bool:
         _, name, *which = case

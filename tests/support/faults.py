@@ -41,8 +41,8 @@ COMPARISONS |= {"is not": "is", "is": "is not", "not in": "in", "in": "not in"}
 ARITHMETIC = {"+": "-", "-": "+", "*": "+", "/": "*", "//": "*", "%": "//", "**": "*"}
 CALLS = {"min": "max", "max": "min", "any": "all", "all": "any"}
 
-# The module that a probe calls. It stands among the installed packages, because programs run in
-# other directories.
+# The module that a probe calls. It is installed as a package, because programs run in other
+# directories.
 PROBE = '''
 import os
 DIRECTORY = {directory!r}
@@ -104,7 +104,7 @@ def _expressions(tree: ast.AST, inside: bool = False):
 
 
 def _changes(node: ast.expr, line: str):
-    """The texts that may stand in a node's place."""
+    """The texts that can replace a node."""
 
     def source(part):
         return line[part.col_offset : part.end_col_offset]
@@ -171,7 +171,7 @@ def place(fault: dict) -> int:
     lines = path.read_text().splitlines() if path.exists() else []
     equal = [number for number, line in enumerate(lines, 1) if line == fault["line"]]
     if not equal:
-        sys.exit(f"{fault['file']} has no line {fault['line']!r}: write the fault anew in {LIST}")
+        sys.exit(f"{fault['file']} has no line {fault['line']!r}: update this fault in {LIST}")
     return min(equal, key=lambda number: abs(number - fault["number"])) - 1
 
 
@@ -231,7 +231,7 @@ def pytest_runtest_logstart(nodeid):
     """Name the running test for the probes (as a plugin of pytest, in each worker)."""
     directory = os.environ["MEGAZOO_FAULT_COVERAGE"]
     worker = os.environ.get("PYTEST_XDIST_WORKER", "")
-    if worker or "PYTEST_XDIST_TESTRUNUID" not in os.environ:
+    if worker or not list(Path(directory).glob("current-gw*")):
         temporary = Path(directory, f"next-{worker}")
         temporary.write_text(nodeid)
         temporary.replace(Path(directory, f"current-{worker}"))
@@ -269,7 +269,7 @@ def _first_failure(tests: list[str], arguments: list[str]) -> str | None:
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
         file.write("\n".join(tests))
         file.flush()
-        command = [sys.executable, "-m", "pytest", "-x", "--timeout", "120", "-m", "", "-o"]
+        command = [sys.executable, "-m", "pytest", "-x", "--timeout", "60", "-m", "", "-o"]
         command += ["addopts=", "-q", "--import-mode=importlib", f"@{file.name}", *arguments]
         process = subprocess.Popen(
             command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

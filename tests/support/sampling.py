@@ -70,6 +70,14 @@ def pairs_covered(*factors: list, possible=lambda *_: True, seed: int = 0) -> li
     return chosen
 
 
+def in_shard(tests: list, text: str) -> tuple[list, list]:
+    """Return the tests of a shard, such as "3/8", and the other ones. Every eighth test is in the
+    shard, so that each shard has some of every folder."""
+    index, count = shard_of(text)
+    others = [test for number, test in enumerate(tests) if number % count != index]
+    return tests[index::count], others
+
+
 def shard_of(text: str) -> tuple[int, int]:
     """Return the index from 0 and the number of shards of "3/8".
 

@@ -7,13 +7,15 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support import budget
-from tests.support.sampling import shard_of
+from tests.support.sampling import in_shard, shard_of
 
 
 def test_shards_are_disjoint_and_together_have_every_test():
     tests = list(range(29))
-    shards = [tests[index::count] for index, count in map(shard_of, ("1/3", "2/3", "3/3"))]
-    assert sorted(test for shard in shards for test in shard) == tests
+    shards = [in_shard(tests, text) for text in ("1/3", "2/3", "3/3")]
+    assert sorted(test for shard, _ in shards for test in shard) == tests
+    assert all(sorted(shard + others) == tests for shard, others in shards)
+    assert [len(shard) for shard, _ in shards] == [10, 10, 9]
 
 
 @pytest.mark.parametrize("text", ["0/8", "9/8", "3", "a/8", "3/", "1/0", "-1/2"])

@@ -1,5 +1,5 @@
-"""Train and decode on one GPU: a row per model, against the device's bf16 peak or its memory
-bandwidth. tools/gpu_rows.sh runs each row for at most a minute or two, and the GPU tests before."""
+"""Train and decode on one GPU: a row per model and task, against the device's bf16 peak or its
+memory bandwidth. tools/gpu_rows.sh runs the GPU tests, then each row for at most 70 seconds."""
 
 import functools
 import time
@@ -112,7 +112,7 @@ def layers_that_fit(preset: str, length: int, rows: int, memory: int) -> int:
 
     if not fits(1):
         raise UserError(f"one layer of {preset} needs more than {memory / 1e9:.0f} GB")
-    low, high = 1, config.layers  # low fits
+    low, high = 1, config.layers  # `low` layers fit
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
