@@ -4,7 +4,7 @@ larger one.
 A fault changes one expression: an operator, a constant, a condition, or an argument that is
 dropped. `faults.json` has sixty of them. They were drawn with a seed, at most one per file, from
 the expressions that `make test` evaluates. `found_by` is the first test of `make test` at cdd8644
-that failed; null if none did, "limit" if none did in four minutes, and missing if it was not tried.
+that failed; null if none did, and "limit" if none did in four minutes.
 
 Run these commands in a clone with an environment of its own, because `cover` and `run` change the
 source files, and restore them at the end:
@@ -282,11 +282,11 @@ def _first_failure(tests: list[str], arguments: list[str]) -> str | None:
             return "limit"
     if process.returncode == 0:
         return None
-    if process.returncode not in (1, 2):  # 2: a module can't be imported
+    lines = [line for line in text.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    if process.returncode not in (1, 2) and not lines:  # 2 and 4: a module can't be imported
         sys.exit(
             f"pytest ended with {process.returncode}: record the coverage again\n{text[-2000:]}"
         )
-    lines = [line for line in text.splitlines() if line.startswith(("FAILED ", "ERROR "))]
     return lines[0][:300] if lines else text[-300:]
 
 
