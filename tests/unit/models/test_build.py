@@ -9,6 +9,7 @@ import torch
 
 import megazoo
 from megazoo.models.gpt2 import GPT2, GPT2Config
+from megazoo.models.plain import check_stages
 from megazoo.models.registry import FAMILIES, find_config
 from megazoo.parallel import ParallelContext
 from tests.support.training import PeakMemory, give_back_freed_memory, in_fresh_processes
@@ -51,6 +52,18 @@ def test_initial_weights_follow_their_distribution_and_the_seed():
     assert not any(torch.equal(tiles[0], tile) for tile in tiles[1:])
     other = {entry.name: entry.parameter for entry in built(seed=6).entries()}
     assert not torch.equal(weight, other["layers.1.mlp.up.weight"])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_stages_of_the_families_share_only_tied_parameters(family):
+    """Custom models are checked when they are built."""
+    config = find_config(f"{family}-tiny")
+
+    def elsewhere(rank):
+        layout = {"pp": 2, "virtual": 2, "rank": rank} if rank is not None else {}
+        return FAMILIES[family].on_meta(config, ParallelContext.virtual(**layout))
+
+    check_stages(elsewhere(0), elsewhere)
 
 
 def test_residual_projections_start_smaller_by_depth():
