@@ -1,3 +1,4 @@
+import gc
 import os
 import shutil
 import signal
@@ -17,10 +18,11 @@ from tests.support import budget
 from tests.support.sampling import in_shard, shard_of
 
 # Modules that tests import and that take seconds to load: the server of ranks loads them once.
-PRELOADED += ["pytest", "megazoo.pretrain"]
+PRELOADED += ["pytest", "megazoo.pretrain", "lm_eval.evaluator", "peft", "torch._inductor"]
 PRELOADED += [
     f"transformers.models.{name}.modeling_{name}" for name in ("auto", "gpt2", "llama", "mpt")
 ]
+PRELOADED += ["tests.layouts.test_layouts", "tests.support.warm"]
 
 
 def pytest_configure(config):
@@ -52,6 +54,12 @@ def pytest_collection_modifyitems(config, items):
     if config.option.shard:
         items[:], others = in_shard(list(items), config.option.shard)
         config.hook.pytest_deselected(items=others)
+
+
+def pytest_collection_finish():
+    """Leave what was imported so far out of later garbage collections."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(trylast=True)

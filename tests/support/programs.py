@@ -10,6 +10,7 @@ takes 2. A program that it starts differs from a real one in this, so that a tes
 - of variables that Python and libraries read when they are loaded (PYTHON*, MALLOC_*, MKL_*) only
   PYTHONPATH, PYTHONUNBUFFERED and OMP_NUM_THREADS are heeded;
 - what the server has imported is not imported again;
+- it ends after threads, atexit functions and the last output, without freeing its modules;
 - a fork server or worker of multiprocessing is a fork of the program that starts it.
 """
 

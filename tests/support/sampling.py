@@ -61,11 +61,16 @@ def pairs_covered(*factors: list, possible=lambda *_: True, seed: int = 0) -> li
     """
     cases = [case for case in itertools.product(*factors) if possible(*case)]
     random.Random(seed).shuffle(cases)
-    pairs = [set(itertools.combinations(enumerate(map(repr, case)), 2)) for case in cases]
-    chosen, missing = [], set().union(*pairs)
+    bits: dict = {}  # a bit for each pair of values
+    pairs = []
+    for case in cases:
+        found = itertools.combinations(enumerate(map(repr, case)), 2)
+        pairs.append(sum(1 << bits.setdefault(pair, len(bits)) for pair in found))
+    chosen, missing = [], (1 << len(bits)) - 1
     while missing:
-        best = max(range(len(cases)), key=lambda number: len(pairs[number] & missing))
-        missing -= pairs[best]
+        counts = [(pair & missing).bit_count() for pair in pairs]
+        best = counts.index(max(counts))
+        missing &= ~pairs[best]
         chosen.append(cases[best])
     return chosen
 
