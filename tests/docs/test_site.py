@@ -76,6 +76,7 @@ def test_the_navigation_has_every_page_once():
     assert sorted(navigation()) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
 
 
+@pytest.mark.slow
 def test_every_link_of_the_site_leads_somewhere(site):
     pages = {path: Links(path.read_text()) for path in site.rglob("*.html")}
     missing = []

@@ -186,7 +186,7 @@ def expected_tokens(name):
     ]
 
 
-@pytest.mark.parametrize(("name", "layout"), in_every_layout([1, 3], [0, 5, 10], without=REPEATS))
+@pytest.mark.parametrize(("name", "layout"), in_every_layout([1], [5, 10], without=REPEATS))
 def test_generation_is_that_of_transformers(ranks, directory, name, layout):
     """Past every window, token for token, and not the same token again and again."""
     for theirs, least in expected_tokens(name):

@@ -180,12 +180,12 @@ def logits_of_transformers(path, values) -> torch.Tensor | None:
 
 
 @pytest.mark.parametrize(
-    ("family", "cases"),
-    [(family, 3 if "_moe" in family else 8) for family in FIELDS]
-    + [pytest.param(family, 300, marks=pytest.mark.slow) for family in FIELDS],
+    ("family", "seed", "cases"),
+    [(family, *((3, 2) if "_moe" in family else (8, 5))) for family in FIELDS]
+    + [pytest.param(family, 300, 300, marks=pytest.mark.slow) for family in FIELDS],
 )
-def test_random_configs_are_read_as_transformers_reads_them(family, cases, tmp_path):
-    rng, refusals, same = random.Random(f"{family}, {cases}"), [], 0
+def test_random_configs_are_read_as_transformers_reads_them(family, seed, cases, tmp_path):
+    rng, refusals, same = random.Random(f"{family}, {seed}"), [], 0
     for case in range(cases):
         path = tmp_path / str(case)
         path.mkdir()

@@ -83,7 +83,9 @@ def test_greedy_and_beam_search_equal_transformers_cached_or_not(cases, every):
     for ours, (path, settings, *_, expected) in zip(generate(cases, {}), cases, strict=True):
         assert torch.equal(ours, expected), f"{path.name}, {settings}"
     # the ways of stopping are those of the search, which knows of no cache
-    some = [case for case in cases if every or "early_stopping" not in case[1]]
+    some = [case for case in cases if every or "early_stopping" not in case[1]][
+        :: 1 if every else 3
+    ]
     for ours, (path, settings, *_, expected) in zip(
         generate(some, {}, use_cache=False), some, strict=True
     ):

@@ -87,6 +87,7 @@ def test_logits_and_loss_equal_transformers(ranks, cases):
     assert_outputs_equal(ranks, cases, {})
 
 
+@pytest.mark.slow
 def test_every_variant_equals_it_in_one_of_the_layouts(ranks, cases):
     """Of at most four ranks."""
     layouts = [layout for layout in INFERENCE_LAYOUTS if world(layout) == 4]

@@ -107,7 +107,7 @@ def read_until(descriptor, wanted: bytes, seconds: float = 60) -> bytes:
     return text
 
 
-@pytest.mark.parametrize("layout", ["--tp 2 --pp 2", pytest.param("", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", [pytest.param("--tp 2 --pp 2", marks=pytest.mark.slow), ""])
 def test_ctrl_c_ends_an_answer_in_a_terminal(directory, layout):
     ours, theirs = pty.openpty()
     command = [sys.executable, "tools/chat.py", directory, *layout.split(), "--device", "cpu"]

@@ -68,6 +68,7 @@ def test_the_training_program_starts_by_the_older_launcher(tmp_path):
     assert "step 1/1" in told
 
 
+@pytest.mark.slow
 def test_a_run_with_the_settings_of_the_tables(ranks, tmp_path, monkeypatch):
     """Megatron's data flags, and most of the others, at tp 2 x pp 2; then --finetune's equal."""
     monkeypatch.chdir(tmp_path)

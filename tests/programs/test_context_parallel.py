@@ -63,7 +63,7 @@ def one_process(data, tmp_path_factory):
     return files
 
 
-@pytest.mark.parametrize("name", marked_slow(list(LAYOUTS), lambda number, _: number not in (1, 3)))
+@pytest.mark.parametrize("name", marked_slow(list(LAYOUTS), lambda number, _: number != 1))
 def test_ranks_that_share_sequences_train_like_one_process(
     name, ranks, data, one_process, tmp_path
 ):
@@ -79,6 +79,7 @@ def test_ranks_that_share_sequences_train_like_one_process(
         assert [record.get(key) for record in records(metrics)] == theirs
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_at_another_cp(ranks, data, tmp_path):
     """Two steps at each of four layouts: the losses of eight in one process."""
     straight, metrics, saved = (tmp_path / name for name in ("straight", "metrics", "run"))

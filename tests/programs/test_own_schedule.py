@@ -75,7 +75,9 @@ def of_1f1b(tmp_path_factory):
     return trained(tmp_path_factory.mktemp("1f1b") / "metrics.jsonl")
 
 
-@both
+@pytest.mark.parametrize(
+    "own", [pytest.param(LATE, marks=pytest.mark.slow), IN_A_V], ids=["late", "greedy-v"]
+)
 def test_its_losses_are_those_of_1f1b(own, of_1f1b, tmp_path):
     """Up to rounding: the sums over micro-batches are in another order."""
     losses, norms = trained(tmp_path / "metrics.jsonl", *own)

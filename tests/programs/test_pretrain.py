@@ -35,7 +35,7 @@ def straight(tmp_path_factory):
         # the one that is as users start it, without the server
         pytest.param([*TORCHRUN, "--nproc-per-node", "8"], "--tp 2 --pp 4", marks=pytest.mark.slow),
         ([*TORCHRUN, "--nproc-per-node", "1"], "--tp 2"),
-        ([], "--tp 2 --pp 2"),
+        pytest.param([], "--tp 2 --pp 2", marks=pytest.mark.slow),
         pytest.param([], "--tp 2 --pp 4", marks=pytest.mark.slow),
     ],
 )

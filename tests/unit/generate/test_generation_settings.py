@@ -92,10 +92,9 @@ def repetitive(hf):
     "layout",
     [
         dict(),
-        dict(tp=2, pp=2),
         *(
             pytest.param(each, marks=pytest.mark.slow)
-            for each in (dict(dp=2), dict(tp=2), dict(pp=2), dict(pp=4))
+            for each in (dict(tp=2, pp=2), dict(dp=2), dict(tp=2), dict(pp=2), dict(pp=4))
         ),
     ],
     ids=layout_name,

@@ -243,6 +243,7 @@ def test_a_rank_that_dies_without_a_word_is_no_longer_waited_for():
     pool.close()
 
 
+@pytest.mark.slow
 def test_a_program_tells_it_in_one_line(tmp_path):
     (tmp_path / "own.py").write_text(
         """
