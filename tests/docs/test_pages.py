@@ -368,7 +368,10 @@ def test_the_table_of_commands_has_every_script():
     assert {tool for tool in tools if f"`{tool}`" not in table} == {"tools/benchmark.py"}
 
 
-@pytest.mark.parametrize("page", refresh_docs.TAKEN, ids=lambda page: page.stem)
+@pytest.mark.parametrize(  # the table of models builds each preset without memory
+    "page",
+    marked_slow(list(refresh_docs.TAKEN), lambda _, page: page.stem == "models", name=stem),
+)
 def test_what_a_page_takes_from_the_code_is_in_it(page):
     assert page.read_text() == refresh_docs.refreshed(page), "python -m tests.docs.refresh_docs"
 

@@ -94,6 +94,7 @@ def test_every_link_of_the_site_leads_somewhere(site):
     assert all((site / address_of(page) / "index.html") in pages for page in navigation())
 
 
+@pytest.mark.slow
 def test_the_reference_has_arguments_and_the_search_finds_pages(site):
     reference = (site / "api" / "index.html").read_text()
     for name in ("tensor_parallel_size", "num_microbatches", "out_features"):

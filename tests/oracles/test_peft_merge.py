@@ -197,7 +197,7 @@ def with_tokenizer(originals, tokenizer, tmp_path_factory):
 
 
 def test_generate_with_an_adapter(with_tokenizer, monkeypatch, capsys):
-    """The text is that of PEFT's merged model, and not the base's, in this process and in four."""
+    """The text is that of PEFT's merged model, and not the base's, in this process and in two."""
     root, texts = with_tokenizer, {}
     for name, arguments in {
         "merged": [root / "merged"],
@@ -208,9 +208,9 @@ def test_generate_with_an_adapter(with_tokenizer, monkeypatch, capsys):
         assert code == 0, told
         texts[name] = out.rpartition("\n12 new tokens")[0] or out.rpartition("\n")[0]
     assert texts["adapter"] == texts["merged"] != texts["base"]
-    command = [python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    command = [python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["tools/generate.py", root / "hf", "--adapter", root / "adapter", *PROMPT]
-    command += ["--tp", "2", "--pp", "2", "--device", "cpu"]
+    command += ["--pp", "2", "--device", "cpu"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(texts["adapter"])

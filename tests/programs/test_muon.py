@@ -23,9 +23,10 @@ def files(tmp_path_factory):
     return root
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "ranks_of"),
-    [pytest.param("--cp 2 --tp 2", 4, marks=pytest.mark.slow), ("--pp 2 --zero 1", 4)],
+    [("--cp 2 --tp 2", 4), ("--pp 2 --zero 1", 4)],
 )
 def test_a_run_goes_on_in_another_layout(ranks, files, tmp_path, layout, ranks_of):
     """With the optimizer that its checkpoint names, and the momentum that is there."""

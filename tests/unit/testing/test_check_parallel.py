@@ -22,10 +22,10 @@ PRESETS = [preset for family in FAMILIES.values() for preset in family.presets]
 
 @pytest.mark.parametrize("preset", marked_slow(PRESETS, lambda _, preset: preset != "mistral-tiny"))
 def test_presets_pass(preset):
-    """Shrunk; of the layouts of four ranks some."""
+    """Shrunk; in one of the layouts of four ranks."""
     config = shrink(find_config(preset))
-    layouts = random.Random(preset).sample(all_layouts(config, 4), 2)
-    assert [verdict.cause for verdict in check_parallel(config, layouts)] == [None, None]
+    layout = random.Random(preset).choice(all_layouts(config, 4))
+    assert [verdict.cause for verdict in check_parallel(config, [layout])] == [None]
 
 
 @cache
