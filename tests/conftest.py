@@ -1,4 +1,3 @@
-import gc
 import os
 import shutil
 import signal
@@ -34,13 +33,13 @@ def pytest_configure(config):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if "PYTEST_XDIST_WORKER" not in os.environ:  # a worker has it from who started it
-        config.hugging_face_home = tempfile.mkdtemp(prefix="megazoo-tests-")
-        os.environ["HF_HOME"] = config.hugging_face_home
+        config.files_of_workers = tempfile.mkdtemp(prefix="megazoo-tests-")
+        os.environ["MEGAZOO_TEST_FILES"] = os.environ["HF_HOME"] = config.files_of_workers
         os.environ["HF_DATASETS_OFFLINE"] = os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 def pytest_unconfigure(config):
-    shutil.rmtree(getattr(config, "hugging_face_home", ""), ignore_errors=True)
+    shutil.rmtree(getattr(config, "files_of_workers", ""), ignore_errors=True)
 
 
 def pytest_addoption(parser):
@@ -57,9 +56,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """Leave what was imported so far out of later garbage collections."""
-    gc.collect()
-    gc.freeze()
+    import tests.support.warm  # noqa: F401 (which freezes what was imported so far)
 
 
 @pytest.hookimpl(trylast=True)

@@ -233,8 +233,7 @@ def run_span(span: str, folder: Path, ctx: megazoo.ParallelContext) -> None:
     before = os.getcwd()
     os.chdir(folder)
     ids = torch.randint(0, 61, (4, 8), generator=torch.Generator().manual_seed(1))
-    model = megazoo.from_config(CONFIG, ctx)
-    names = dict(config=CONFIG, ctx=ctx, model=model, optimizer=megazoo.optim.AdamW(model), m=2)
+    names = dict(config=CONFIG, ctx=ctx, m=2)
     names |= dict(ids=ids, mask=torch.ones_like(ids), inputs={"input_ids": ids}, f=own_loss)
     names |= dict(tp=2, pp=2, path="path/to/gpt2", dir="dir", Path=Path, os=os, load=load)
     names |= dict(megazoo=megazoo, transformers=transformers, Model=Model, Checkpoint=Checkpoint)
@@ -242,6 +241,10 @@ def run_span(span: str, folder: Path, ctx: megazoo.ParallelContext) -> None:
     code = RUN_FOR.get(span, span)
     for dots, meant in DOTS.items():
         code = code.replace(dots, meant)
+    if re.search(r"\b(model|optimizer)\b", code):
+        names["model"] = megazoo.from_config(CONFIG, ctx)
+    if "optimizer" in code:
+        names["optimizer"] = megazoo.optim.AdamW(names["model"])
     if re.fullmatch(r"\w+=\w+", code):  # an argument
         code = f"ParallelContext.from_torch(2, 2, {code})"
     try:

@@ -102,6 +102,7 @@ def test_a_run_goes_on_at_another_cp(ranks, data, tmp_path):
     assert evaluations(metrics)[8] == pytest.approx(evaluations(straight)[8], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_python_starts_the_ranks_of_cp_and_says_the_layout(tmp_path):
     saved = tmp_path / "run"
     done = start([], *SMALL, "--cp", 2, "--steps", 2, "--save", saved)

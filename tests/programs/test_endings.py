@@ -18,8 +18,11 @@ import torch.distributed as dist
 
 atexit.register(lambda: print("open" if dist.is_initialized() else "closed", flush=True))
 import megazoo
+from megazoo.parallel import ending
 
 how, rank = sys.argv[1], int(sys.argv[2])
+if how == "fails":
+    ending.PATIENCE = 1.0
 if how == "own":
     dist.init_process_group("gloo")
 ctx = megazoo.ParallelContext.from_torch(2, device="cpu")

@@ -1,10 +1,23 @@
-"""Imported last by the servers that fork ranks and programs: the forked processes share what it
-fills and freezes."""
+"""Imported last by the processes that run tests and that fork ranks and programs: it fills caches,
+and excludes what was imported before from garbage collections."""
 
+import functools
 import gc
+import inspect
 
 from megazoo.cli.parsing import CommandLine
 
-CommandLine.read([])  # tyro reads the source of the options once
+find_source = inspect.findsource
+find_source_of_class = functools.cache(find_source)
+
+
+def found_source(what):
+    """inspect.findsource, which parses the file of a class only once. tyro calls it for the options
+    of each command line."""
+    return find_source_of_class(what) if isinstance(what, type) else find_source(what)
+
+
+inspect.findsource = found_source
+CommandLine.read([])  # fills the caches of tyro
 gc.collect()
 gc.freeze()

@@ -16,6 +16,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,18 +30,23 @@ if Path(TORCH, "lib", "libtorch_cuda.so").exists():
 
 
 def build(directory: Path) -> Path:
-    """Compile the device against the installed torch, without importing it; returns the library."""
+    """Compile the device against the installed torch, without importing it, unless the directory
+    has it already. Return the library."""
     library = directory / "libfakecuda.so"
-    command = [COMPILER, "-std=c++20", "-shared", "-fPIC", HERE / "guard.cpp", "-o", library]
-    command += [f"-I{TORCH}/include", f"-L{TORCH}/lib", f"-Wl,-rpath,{TORCH}/lib"]
-    subprocess.run([*command, "-lc10", "-ltorch_cpu"], check=True)
+    if not library.exists():
+        new = directory / f"{os.getpid()}.so"
+        command = [COMPILER, "-std=c++20", "-shared", "-fPIC", HERE / "guard.cpp", "-o", new]
+        command += [f"-I{TORCH}/include", f"-L{TORCH}/lib", f"-Wl,-rpath,{TORCH}/lib"]
+        subprocess.run([*command, "-lc10", "-ltorch_cpu"], check=True)
+        new.replace(library)
     return library
 
 
 def load() -> None:
     """Give this process the device and the groups: before torch is imported, which looks for CUDA
     once."""
-    with tempfile.TemporaryDirectory() as directory:
+    shared = os.environ.get("MEGAZOO_TEST_FILES")
+    with nullcontext(shared) if shared else tempfile.TemporaryDirectory() as directory:
         ctypes.CDLL(str(build(Path(directory))), mode=ctypes.RTLD_GLOBAL)
     from tests.support.fakecuda import cuda, groups
 
