@@ -3,8 +3,9 @@ larger one.
 
 A fault changes one expression: an operator, a constant, a condition, or an argument that is
 dropped. `faults.json` has sixty of them. They were drawn with a seed, at most one per file, from
-the expressions that `make test` evaluates. `found_by` is the first test of `make test` at cdd8644
-that failed; null if none did, and "limit" if none did in four minutes.
+the expressions that `make test` evaluates. `found_by` is the first test of `make test` at 7494586
+that failed; null if none did, and "limit" if none did in four minutes. 47 are found, as were 46 at
+cdd8644, whose `make test` took 2,879 worker seconds.
 
 Run these commands in a clone with an environment of its own, because `cover` and `run` change the
 source files, and restore them at the end:
