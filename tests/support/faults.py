@@ -7,7 +7,7 @@ the expressions that `make test` evaluates. `found_by` is the first test of `mak
 that failed; null if none did, and "limit" if none did in four minutes. 47 are found, as were 46 at
 cdd8644, whose `make test` took 2,879 worker seconds.
 
-Run these commands in a clone with an environment of its own, because `cover` and `run` change the
+Run these commands in a clone with a separate environment, because `cover` and `run` change the
 source files, and restore them at the end:
 
     python -m tests.support.faults draw --seed 68 --count 120 > FAULTS

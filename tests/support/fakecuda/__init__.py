@@ -30,8 +30,8 @@ if Path(TORCH, "lib", "libtorch_cuda.so").exists():
 
 
 def build(directory: Path) -> Path:
-    """Compile the device against the installed torch, without importing it, unless the directory
-    has it already. Return the library."""
+    """Return the library of the device in this directory. If there is none, compile it against the
+    installed torch, which is not imported."""
     library = directory / "libfakecuda.so"
     if not library.exists():
         new = directory / f"{os.getpid()}.so"
