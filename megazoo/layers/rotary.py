@@ -17,7 +17,6 @@ SCALINGS = {  # with the options that each requires
     "yarn": ("factor",),
 }
 OPTIONS = {  # that are allowed for each
-    "rope_type",
     "original_max_position_embeddings",
     "beta_fast",
     "beta_slow",
@@ -27,6 +26,11 @@ OPTIONS = {  # that are allowed for each
     "truncate",
 }
 LARGEST = 2.0**60  # of the numbers of a scaling, so that the computations do not overflow
+
+
+def options_of(kind: str) -> set[str]:
+    """Return the names of the options of a scaling. kind: its rope_type."""
+    return {*OPTIONS, *SCALINGS.get(kind, ())}
 
 
 class Rotary:
@@ -66,10 +70,14 @@ class Rotary:
             raise UserError(f"the base of rotary positions must be above 1, got {theta}")
         if not isinstance(self.kind, str) or self.kind not in SCALINGS:
             raise UserError(f"rope_type {self.kind!r} is not supported: use {', '.join(SCALINGS)}")
+        if self.kind == "dynamic" and head_size < 4:
+            raise UserError(
+                f"rope_type 'dynamic' needs at least 4 rotated features per head, got {head_size}"
+            )
         for key in SCALINGS[self.kind]:
             if not isinstance(self.scaling.get(key), float | int):
                 raise UserError(f"rope_type {self.kind!r} requires a number for {key}")
-        unknown = self.scaling.keys() - OPTIONS - set(SCALINGS[self.kind])
+        unknown = self.scaling.keys() - {"rope_type", *options_of(self.kind)}
         if unknown:
             name = min(unknown)
             raise UserError(

@@ -69,8 +69,11 @@ class Phi3Config(llama.LlamaFamilyConfig):
 
 
 def _take_rotary_fraction(fields: ConfigReader) -> float:
-    """Return the fraction of a head's features that are rotated."""
+    """Return the fraction of a head's features that are rotated. rope_scaling replaces
+    rope_parameters."""
     fraction = fields.take("partial_rotary_factor", 1.0)
+    if fields.values.get("rope_scaling"):
+        fields.take("rope_parameters", {})
     for name in ("rope_parameters", "rope_scaling"):
         if isinstance(rope := fields.values.get(name), dict):
             rope = ConfigReader(rope)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_or
 
 import torch
 
-from megazoo.errors import UserError, nearest
+from megazoo.errors import UserError, advise, nearest
 from megazoo.files import brief, convert, json_object, read_bytes
 from megazoo.hub import hint_to_load
 from megazoo.models.hugging_face.config import ConfigReader
@@ -226,7 +226,7 @@ def _config_from_values(values: dict, origin: str) -> Any:
         raise UserError(f"{origin} has neither model_type (Hugging Face) nor model (megazoo)")
     try:
         if "model_type" in values:
-            return config_from_hugging_face(values)
+            return config_from_hugging_face(values, origin)
         return config_from_dict(values.pop("model"), values)
     except UserError as error:
         raise UserError(f"{origin}: {error}") from None
@@ -241,10 +241,11 @@ def families_by_model_type() -> dict[str, type["Model"]]:
     }
 
 
-def config_from_hugging_face(values: dict) -> Any:
+def config_from_hugging_face(values: dict, origin: str = "the config") -> Any:
     """Return a family's config from the values of a Hugging Face config.json.
 
-    UserError for an unsupported field that changes what the model computes, with its value.
+    Fields that no model reads are ignored, with one warning that lists them. UserError for an
+    unsupported field that changes the logits, with its value. origin: the name of the file.
     """
     family = values["model_type"]
     if not isinstance(family, str):
@@ -255,8 +256,13 @@ def config_from_hugging_face(values: dict) -> Any:
             f"model_type {family!r} is not supported; supported: {', '.join(sorted(known))}"
         )
     model, fields = known[family], ConfigReader(values)
+    fields.check_form(known)
     config = model.Config.from_hugging_face(fields)
     fields.finish()
+    if fields.ignored:
+        advise(
+            f"{origin}: ignored {', '.join(sorted(fields.ignored))}, which {family} does not read"
+        )
     _typed_values(type(config), vars(config))
     one_layer = dataclasses.replace(config, layers=min(config.layers, 1))
     model.on_meta(one_layer, ParallelContext())  # raises for values that the layers don't support

@@ -3,14 +3,13 @@ or refused in one line."""
 
 import json
 import random
-from itertools import product
 
 import pytest
 import torch
 import transformers
 
 import megazoo
-from megazoo.errors import UserError
+from megazoo.errors import Advice, UserError
 from megazoo.models.registry import config_from_dict, config_from_hugging_face
 from tests.support.families import COMMON
 
@@ -136,7 +135,7 @@ FIELDS = {
     "olmoe": LLAMAS | EXPERTS | {"clip_qkv": [None, 5.0], "norm_topk_prob": [True, False]},
 }  # fmt: skip
 NO_KV_HEADS = ("gpt_neox", "bloom", "falcon")
-OTHERS = ["mlp_bias", "is_causal", "logit_scale", "num_experts", "attention_sink"]
+UNREAD = ["mlp_bias", "logit_scale", "num_experts", "attention_sink", "rope_interleaved"]
 
 
 def random_values(family: str, rng: random.Random) -> dict:
@@ -268,7 +267,7 @@ def test_every_field_of_rotary_positions_is_used_or_refused(family):
     assert (
         config_from_hugging_face({**values, "rope_parameters": {**rope, "rope_theta": 9}}) != base
     )
-    others = {"partial_rotary_factor": 0.25, "rope_type": "longrope", "mrope_section": [1, 1, 2]}
+    others = {"partial_rotary_factor": 0.25, "rope_type": "longrope"}
     for name, other in others.items():
         changed = {**values, "rope_parameters": {**rope, name: other}}
         try:
@@ -277,9 +276,15 @@ def test_every_field_of_rotary_positions_is_used_or_refused(family):
             assert name in str(error)  # noqa: PT017
 
 
-def test_fields_of_other_models_are_refused_by_name():
-    for family, name in product(FLAT, OTHERS):
-        values = {**COMMON, "model_type": family, name: 7}
+def test_fields_that_no_code_reads_are_ignored_with_one_warning():
+    for family in FLAT:
+        values = {**COMMON, "model_type": family}
         values |= {} if family == "gpt_neox" else {"num_key_value_heads": 2}
-        with pytest.raises(UserError, match=f"{name} 7 is not supported"):
-            config_from_hugging_face(values)
+        unread = [name for name in UNREAD if (family, name) != ("llama", "mlp_bias")]
+        with pytest.warns(Advice) as told:
+            read = config_from_hugging_face({**values, **dict.fromkeys(unread, 7)}, "a file")
+        assert read == config_from_hugging_face(values)
+        expected = f"a file: ignored {', '.join(sorted(unread))}, which {family} does not read"
+        assert [str(each.message) for each in told] == [expected]
+        with pytest.raises(UserError, match="is_causal False is not supported"):
+            config_from_hugging_face({**values, "is_causal": False})

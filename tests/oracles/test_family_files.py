@@ -225,9 +225,7 @@ REFUSED = {
         {**PYTHIA, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
         "rope_type 'linear' is not supported",
     ),
-    "unknown": ({**QWEN3, "dual_chunk": 7}, "dual_chunk 7 is not supported"),
-    "experts": ({**MISTRAL, "num_local_experts": 8}, "num_local_experts 8 is not supported"),
-    "biases": ({**MISTRAL, "attention_bias": True}, "attention_bias True is not supported"),
+    "attention to later tokens": ({**QWEN3, "is_causal": False}, "is_causal False is not"),
 }
 
 

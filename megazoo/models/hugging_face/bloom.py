@@ -33,8 +33,11 @@ FIELDS = {
     "hidden_dropout": "residual_dropout",
     "tie_word_embeddings": "tie_embeddings",
 }
-OTHER_NAMES = {"n_embed": "hidden_size", "num_hidden_layers": "n_layer"}
-OTHER_NAMES["num_attention_heads"] = "n_head"
+ALIASES = {
+    "n_embed": "hidden_size",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+}
 # Fields of the published files. They have no effect on the result.
 IGNORED = (
     "attention_softmax_in_fp32 bias_dropout_fusion masked_softmax_fusion n_inner "
@@ -45,9 +48,7 @@ IGNORED = (
 def read_config(fields: ConfigReader, defaults: type) -> dict[str, Any]:
     """Return the values of a BloomConfig. defaults: its class. Raises UserError for a field that is
     not supported."""
-    for other, name in OTHER_NAMES.items():
-        if other in fields.values:
-            fields.values[name] = fields.values.pop(other)
+    fields.rename(ALIASES)
     fields.only("slow_but_exact", False)  # transformers then omits biases
     for name in IGNORED:
         fields.take(name)

@@ -1,15 +1,19 @@
 """Read and write the fields of a Hugging Face config.json.
 
-Each field is used, or known not to affect the computation; any other field raises an error that
-names it.
+A field that changes the arithmetic raises an error if its value is not supported. Fields that no
+code of transformers reads are ignored, as transformers ignores them.
 """
 
 import math
+import re
+from collections.abc import Iterable
 from typing import Any
 
 from megazoo.errors import UserError
+from megazoo.files import brief
 
-# Fields that do not affect the computation: of all models, then of GPT-2, LLaMA, MPT and GPT-NeoX.
+# Fields that do not affect the logits, and that most files have: ignored without a note. They are
+# those of all models, then of GPT-2, LLaMA, MPT and GPT-NeoX.
 HARMLESS = set(
     """
     model_type architectures auto_map transformers_version dtype torch_dtype use_cache return_dict
@@ -29,6 +33,26 @@ HARMLESS = set(
     classifier_dropout is_decoder
     """.split()
 )
+# Fields that code which all models of transformers share reads, or that name a feature of another
+# family, with the values that change nothing. A family that supports one reads it itself.
+# tests/oracles/test_config_keys.py compares the list with the installed transformers.
+MATTERS: dict[str, tuple] = {
+    "is_causal": (True,),
+    "use_bidirectional_attention": (False,),
+    "sliding_window": (),
+    "attention_chunk_size": (),
+    "layer_types": (),
+    "per_layer_config": ({},),
+    "kv_sharing_modes": ([],),
+    "rope_scaling": ({},),
+    "rope_parameters": ({},),
+    "alibi": (False,),
+    "is_encoder_decoder": (False,),
+}
+FULL = "full_attention"  # the type in layer_types of a layer without a window
+QUANTIZED = ("quantization_config", "compression_config")
+# The endings of the names of classes whose tensors megazoo reads.
+CLASSES = r"(ForCausalLM|LMHeadModel|ForSequenceClassification|Model)"
 CLASSIFIER = "ForSequenceClassification"
 
 
@@ -49,19 +73,30 @@ def head_to_hugging_face(config: Any, language_model: str) -> dict[str, Any]:
 
 
 class ConfigReader:
-    """Return the fields of a config.json one by one, and raise an error for fields that were not
-    read.
+    """Return the fields of a config.json one by one, and find the fields that were not read.
 
     values: the parsed JSON; a null field counts as absent, and its name is in `nulls`. inside: the
-    prefix of a nested config in error messages ("attn_config.").
+    prefix of a nested config in error messages ("attn_config."). ignored: names of fields that have
+    no effect, also those of nested configs.
     """
 
-    def __init__(self, values: dict, inside: str = ""):
+    def __init__(self, values: dict, inside: str = "", ignored: list[str] | None = None):
         self.values = {
             name: value for name, value in values.items() if value is not None and name[:1] != "_"
         }
         self.nulls = {name for name, value in values.items() if value is None}
         self.inside = inside
+        self.ignored: list[str] = [] if ignored is None else ignored
+
+    def rename(self, aliases: dict[str, str]) -> None:
+        """Move fields to the names that the family uses. An alias replaces a field of that name, as
+        in transformers.
+
+        aliases: the attribute_map of the configuration class in transformers.
+        """
+        for alias, name in aliases.items():
+            if alias in self.values:
+                self.values[name] = self.values.pop(alias)
 
     def take(self, name: str, default: Any = None) -> Any:
         """Return the value of a field, or the default if it is absent. Raises UserError if its type
@@ -81,7 +116,7 @@ class ConfigReader:
 
     def nested(self, name: str) -> "ConfigReader":
         """Return the reader of a nested config."""
-        return ConfigReader(self.take(name, {}), f"{self.inside}{name}.")
+        return ConfigReader(self.take(name, {}), f"{self.inside}{name}.", self.ignored)
 
     def only(self, name: str, *supported: Any) -> None:
         """Read a field that must have one of the supported values; the first one is the default."""
@@ -111,13 +146,65 @@ class ConfigReader:
             "pad_token_id": self.take("pad_token_id"),
         }
 
-    def finish(self) -> None:
-        """Raise UserError for a field that was not read, unless it is harmless."""
-        self.only("is_encoder_decoder", False)
-        left = self.values.keys() - HARMLESS
-        if left:
-            name = min(left)
+    def check_form(self, model_types: Iterable[str]) -> None:
+        """Raise UserError if the tensors are quantized, or are those of a class that no family has.
+
+        model_types: those of all families. The class may be that of another family: transformers
+        chooses by model_type, too.
+        """
+        for name in QUANTIZED:
+            if name in self.values:
+                raise UserError(
+                    f"the weights are quantized ({_method(self.values[name])}): not supported; use "
+                    "the unquantized model, or a GGUF file"
+                )
+        written = self.values.get("architectures") or []
+        first = written[0] if isinstance(written, list) and written else written
+        if not first:
+            return
+        known = [name.removesuffix("_text").replace("_", "") for name in model_types]
+        stems = "|".join([*known, "gemma3text", "rw"])  # rw: Falcon in older files
+        if not re.fullmatch(f"({stems}){CLASSES}", str(first), re.IGNORECASE):
             raise UserError(
-                f"{self.inside}{name} {self.values[name]!r} is not supported: "
-                "remove it if it has no effect"
+                f"architectures {brief(first)} is not supported: it must be a language model "
+                "(...ForCausalLM) or classifier (...ForSequenceClassification) of a supported "
+                "family, without parts of another model"
             )
+
+    def ignore_rest(self) -> None:
+        """Ignore the fields that were not read."""
+        self.ignored += [self.inside + name for name in self.values.keys() - HARMLESS]
+        self.values = {}
+
+    def refuse_rest(self) -> None:
+        """Raise UserError for a field that was not read."""
+        if self.values:
+            name = min(self.values)
+            raise UserError(
+                f"{self.inside}{name} {brief(self.values[name])} is not supported: remove it if "
+                "it has no effect"
+            )
+
+    def finish(self) -> None:
+        """Ignore the fields that were not read. Raises UserError for one that changes the
+        arithmetic."""
+        for name, neutral in MATTERS.items():
+            value = self.values.pop(name, None)
+            if name == "layer_types" and isinstance(value, list):
+                neutral = ([FULL] * len(value),)
+            if value is not None and value not in neutral:
+                raise UserError(
+                    f"{name} {brief(value)} is not supported for this family, and would change the "
+                    "logits"
+                )
+        self.ignore_rest()
+
+
+def _method(quantization: Any) -> str:
+    """Return the name of the method in a quantization_config, with its bits."""
+    settings = quantization if isinstance(quantization, dict) else {}
+    method = str(settings.get("quant_method") or settings.get("quant_type") or "unknown method")
+    bits = settings.get("bits", settings.get("w_bit"))
+    for number in (4, 8):
+        bits = number if settings.get(f"load_in_{number}bit") is True else bits
+    return f"{method[:60]}, {bits} bits" if bits in range(1, 17) else method[:60]

@@ -40,8 +40,7 @@ FIELDS = {
 def read_config(fields: ConfigReader, defaults: type) -> dict[str, Any]:
     """Return the values of a FalconConfig. defaults: its class. Raises UserError for a field that
     is not supported."""
-    if "n_embed" in fields.values:  # in older files
-        fields.values["hidden_size"] = fields.values.pop("n_embed")
+    fields.rename({"n_embed": "hidden_size"})  # in older files
     values = fields.renamed(FIELDS, defaults)
     fields.only("alibi", False)
     fields.only("apply_residual_connection_post_layernorm", False)  # in older files
@@ -59,9 +58,10 @@ def read_config(fields: ConfigReader, defaults: type) -> dict[str, Any]:
     theta = fields.take("rope_theta", defaults.rope_theta)
     fields.only("rope_scaling", None)
     rope = fields.nested("rope_parameters")
+    rope.rename({} if "rope_type" in rope.values else {"type": "rope_type"})  # the older name
     rope.only("rope_type", "default")
     values["rope_theta"] = float(rope.take("rope_theta", float(theta)))
-    rope.finish()
+    rope.ignore_rest()
     return {**values, **fields.head()}
 
 

@@ -38,11 +38,18 @@ FIELDS = {
     "layer_norm_epsilon": "layer_norm_epsilon",
     "tie_word_embeddings": "tie_embeddings",
 }
+ALIASES = {
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}
 
 
 def read_config(fields: ConfigReader, defaults: type) -> dict[str, Any]:
     """Return the values of a GPT2Config. defaults: its class. Raises UserError for a field that is
     not supported."""
+    fields.rename(ALIASES)
     fields.only("add_cross_attention", False)
     return {**fields.renamed(FIELDS, defaults), **fields.head()}
 

@@ -5,6 +5,7 @@ import dataclasses
 from typing import Any
 
 from megazoo.errors import UserError
+from megazoo.layers.rotary import options_of
 from megazoo.models.hugging_face.config import ConfigReader, head_to_hugging_face
 from megazoo.models.hugging_face.names import HFFiles, HFNames
 from megazoo.models.hugging_face.windows import FULL, WINDOW
@@ -75,13 +76,15 @@ def _read_rotary(fields: ConfigReader, default: float) -> tuple[float, dict | No
 def _theta_and_scaling(rope: ConfigReader, theta: float) -> tuple[float, dict | None]:
     """Return the base of the rotary embeddings, and their scaling or None. rope: rope_parameters or
     rope_scaling. theta: the base if `rope` has none."""
-    kind = rope.take("rope_type", rope.take("type", "default"))
+    older = rope.take("type", "default")
+    kind = rope.take("rope_type", older)
     theta = rope.take("rope_theta", float(theta))
     rope.only("partial_rotary_factor", 1.0)
-    if kind != "default":
-        return theta, {"rope_type": kind, **rope.values}  # Rotary checks the keys
-    rope.finish()
-    return theta, None
+    known = options_of(kind) if kind != "default" and isinstance(kind, str) else set()
+    scaling = {name: value for name, value in rope.values.items() if name in known}
+    rope.values = {name: value for name, value in rope.values.items() if name not in known}
+    rope.ignore_rest()
+    return theta, None if kind == "default" else {"rope_type": kind, **scaling}
 
 
 def read_rotary_by_layer(fields: ConfigReader, theta: float, window_theta: float) -> dict[str, Any]:
@@ -96,7 +99,7 @@ def read_rotary_by_layer(fields: ConfigReader, theta: float, window_theta: float
     older = fields.nested("rope_scaling")
     rope = fields.nested("rope_parameters")
     full, window = rope.nested(FULL), rope.nested(WINDOW)
-    rope.finish()
+    rope.refuse_rest()
     full.values |= older.values
     theta, scaling = _theta_and_scaling(full, theta)
     window_theta, window_scaling = _theta_and_scaling(window, window_theta)

@@ -37,11 +37,17 @@ FIELDS = {
     "resid_pdrop": "residual_dropout",
     "tie_word_embeddings": "tie_embeddings",
 }
+ALIASES = {
+    "num_attention_heads": "n_heads",
+    "hidden_size": "d_model",
+    "num_hidden_layers": "n_layers",
+}
 
 
 def read_config(fields: ConfigReader, defaults: type) -> dict[str, Any]:
     """Return the values of an MPTConfig, as llm-foundry defines them. defaults: its class. Raises
     UserError for a field that is not supported."""
+    fields.rename(ALIASES)
     for name in ("vocab_size", "max_seq_len", "d_model", "n_layers", "n_heads"):
         if name not in fields.values:
             raise UserError(f"the config has no {name}")
@@ -79,7 +85,7 @@ def _read_logit_scale(fields: ConfigReader, hidden_size: int) -> float | None:
 def _check_feed_forward(fields: ConfigReader) -> None:
     fields.only("ffn_type", "mptmlp")
     fields.only("ffn_act_fn", None, {"name": "gelu"}, {"name": "gelu", "approximate": "none"})
-    fields.finish()
+    fields.ignore_rest()
 
 
 def _read_attention(fields: ConfigReader, heads: int, bias: bool) -> dict[str, Any]:
@@ -92,10 +98,12 @@ def _read_attention(fields: ConfigReader, heads: int, bias: bool) -> dict[str, A
     fields.only("attention_bias", bias)
     fields.only("sliding_window_size", -1)
     fields.only("seq_parallel_world_size", 1)
+    for name in ("attn_logit_softcapping", "kv_dim", "reuse_kv_layer_idx"):
+        fields.only(name, None)
     tuning = fields.nested("attn_temperature_tuning")
     tuning.only("attn_scale", 0.0)
     tuning.take("floor_scale")  # no effect, because the scale is 0
-    tuning.finish()
+    tuning.ignore_rest()
     values = {
         "kv_heads": _read_kv_heads(fields, heads),
         "alibi": fields.take("alibi", True),
@@ -107,7 +115,7 @@ def _read_attention(fields: ConfigReader, heads: int, bias: bool) -> dict[str, A
     }
     for name in ("rope_theta", "rope_impl", "rope_dail_config", "rope_hf_config"):
         fields.take(name)  # of rope, which is off
-    fields.finish()
+    fields.ignore_rest()
     return values
 
 

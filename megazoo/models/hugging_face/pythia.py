@@ -49,13 +49,13 @@ def read_config(fields: ConfigReader, defaults: type) -> dict[str, Any]:
     theta = fields.take("rotary_emb_base", defaults.rope_theta)
     fraction = fields.take("rotary_pct", defaults.rotary_fraction)  # the names in older files
     fields.only("rope_scaling", None)
-    for name in ("attention_probs_dropout_prob", "hidden_dropout_prob"):  # of GPT-NeoX 20B
-        fields.only(name, 0)
+    fields.only("head_dim", values["hidden_size"] // max(values["heads"], 1))
     rope = fields.nested("rope_parameters")
+    rope.rename({} if "rope_type" in rope.values else {"type": "rope_type"})  # the older name
     rope.only("rope_type", "default")
     values["rope_theta"] = float(rope.take("rope_theta", float(theta)))
     values["rotary_fraction"] = rope.take("partial_rotary_factor", float(fraction))
-    rope.finish()
+    rope.ignore_rest()
     return {**values, **fields.head()}
 
 

@@ -4,9 +4,9 @@ from typing import Any
 
 from megazoo.errors import UserError
 from megazoo.files import brief
-from megazoo.models.hugging_face.config import ConfigReader
+from megazoo.models.hugging_face.config import FULL, ConfigReader
 
-FULL, WINDOW = "full_attention", "sliding_attention"
+WINDOW = "sliding_attention"
 
 
 def read_window(fields: ConfigReader, default: int) -> int:
