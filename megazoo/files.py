@@ -10,7 +10,7 @@ import re
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,6 +18,7 @@ import msgspec
 
 from megazoo.errors import UserError
 
+POINTER = b"version https://git-lfs.github.com/spec/"  # the start of a pointer of Git LFS
 # The words in messages for the types of msgspec.
 KINDS = {
     "int": "an int",
@@ -65,9 +66,29 @@ def regular_file(path: str | Path, *, or_pipe: bool = False) -> Path:
 def read_bytes(path: Path) -> bytes:
     """Read the bytes of a file; UserError with its name if it can't be read."""
     try:
-        return regular_file(path).read_bytes()
+        data = regular_file(path).read_bytes()
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from error
+    _refuse_pointer(path, data[: len(POINTER)])
+    return data
+
+
+def check_whole(path: Path) -> Path:
+    """Return a path that is about to be read; UserError as in `regular_file`, or for a pointer of
+    Git LFS. A missing file is not an error here."""
+    if regular_file(path).is_file():
+        with suppress(OSError), open(path, "rb") as file:
+            _refuse_pointer(path, file.read(len(POINTER)))
+    return path
+
+
+def _refuse_pointer(path: Path, start: bytes) -> None:
+    """Raise UserError if a file begins like a pointer of Git LFS."""
+    if start == POINTER:
+        raise UserError(
+            f"{path} is a pointer of Git LFS, not the file itself: run `git lfs pull` in its "
+            "directory, or download the model with `hf download`"
+        )
 
 
 def without_mark(text: bytes) -> bytes:

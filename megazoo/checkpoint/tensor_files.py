@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from functools import reduce
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
 from safetensors import safe_open
@@ -11,7 +12,7 @@ from zlib_ng.zlib_ng import crc32
 
 from megazoo.checkpoint.format import DTYPES
 from megazoo.errors import UserError
-from megazoo.files import regular_file
+from megazoo.files import check_whole, regular_file
 from megazoo.parallel.shard import Box
 
 STEP = 1 << 20  # number of bytes that are read and checksummed together
@@ -89,7 +90,7 @@ def _opened(directory: Path, file: str):
     try:
         if Path(file).name != file:
             raise ValueError("it is outside of its directory")
-        regular_file(path)
+        check_whole(path)
         return safe_open(path, framework="pt") if path.suffix == ".safetensors" else _Pickled(path)
     except UserError:
         raise
@@ -99,10 +100,11 @@ def _opened(directory: Path, file: str):
 
 
 class _Pickled:
-    """A memory-mapped .bin file with the interface of an open safetensors file."""
+    """A .bin file, memory-mapped if possible, with the interface of an open safetensors file."""
 
     def __init__(self, path: Path):
-        self.tensors = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        mapped = is_zipfile(path)  # files of PyTorch before 1.6 are not, and are read whole
+        self.tensors = torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
         if not isinstance(self.tensors, dict) or not all(map(_is_plain, self.tensors.values())):
             raise ValueError("it does not hold named tensors")
         for name in self.tensors:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megazoo.errors import UserError
-from megazoo.files import regular_file, without_mark
+from megazoo.files import check_whole, without_mark
 
 LOOSE_JSON = (".jsonl", ".json", ".ndjson")  # one object per line; any other file is one document
 PLAIN_TEXT = (".txt",)  # training reads these and JSONL
@@ -156,7 +156,7 @@ def _unreadable(path: Path, error: Exception) -> UserError:
 @contextmanager
 def _opened(path: Path):
     """Open a file: the file itself, and a file of its contents, decompressed."""
-    with open(regular_file(path), "rb") as raw:
+    with open(check_whole(path), "rb") as raw:
         if path.suffix.lower() == ".gz":
             with gzip.open(raw) as file:
                 yield raw, file

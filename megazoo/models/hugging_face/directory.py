@@ -134,11 +134,14 @@ class HuggingFaceDirectory(ModelSource):
         )
 
     def _read_index(self, index: Path) -> dict[str, str]:
+        """Return the file of each tensor in the files that an index lists. Like transformers, this
+        includes tensors that the index lacks."""
         try:
             weight_map = json.loads(index.read_text())["weight_map"]
             file_of = {str(name): str(file) for name, file in weight_map.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(f"{index} can't be read: {error!r}") from error
+        found: dict[str, str] = {}
         for file in sorted(set(file_of.values())):
             if Path(file).name != file:
                 raise UserError(f"{index} names a file outside its directory: {file}")
@@ -148,13 +151,21 @@ class HuggingFaceDirectory(ModelSource):
                 raise UserError(
                     f"{self.path / file} lacks {some_of(missing)}, which the index places there"
                 )
-        return file_of
+            names = self.files.names(file)
+            if twice := names & found.keys():
+                raise UserError(
+                    f"{self.path / file} has {some_of(twice)}, which {found[min(twice)]} has, too: "
+                    "remove one of them"
+                )
+            found |= dict.fromkeys(names, file)
+        return found
 
     def _match_names(self) -> dict[str, HFNames]:
         """Return the Hugging Face names of each megazoo tensor. Raises UserError for missing or
         unexpected tensors.
 
-        The names in a backbone's files have no prefix. The files may also contain a tied head, or
+        The names in a backbone's files have no prefix. Experts may be stacked in one tensor, as in
+        the model of transformers. The files may also contain a tied head, or
         the head instead of the embedding. If the head differs from the embedding, the config
         becomes untied, as in transformers.
         """
@@ -163,7 +174,8 @@ class HuggingFaceDirectory(ModelSource):
 
         def names_of(name: str) -> HFNames:
             theirs = hf_names(self.model, name)
-            return theirs.renamed(lambda name: name.removeprefix(prefix)) if bare else theirs
+            theirs = theirs.renamed(lambda name: name.removeprefix(prefix)) if bare else theirs
+            return HFNames(theirs.parameter) if theirs.parameter in names else theirs
 
         table = self.model.HUGGING_FACE_NAMES
         head = f"{table['head'].names[0]}.weight" if "head" in table else ""

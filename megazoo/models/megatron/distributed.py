@@ -39,7 +39,10 @@ def read_distributed(directory: Path) -> tuple[Any, dict[str, Whole]]:
             "torch_dist or torch"
         )
     if not (directory / COMMON).is_file():
-        raise UserError(f"{directory} has no {COMMON}, which describes the model")
+        raise UserError(
+            f"{directory} has no {COMMON}, which describes a model of Megatron-LM; other "
+            "checkpoints of torch.distributed.checkpoint are not supported"
+        )
     common = load_torch(directory / COMMON)
     arguments = common.get("args") if isinstance(common, dict) else None
     try:
