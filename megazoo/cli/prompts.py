@@ -1,13 +1,18 @@
 """Prompts from flags and files, and the output of answers."""
 
 import json
+from collections.abc import Collection
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from megazoo.environment import is_rank_zero
 from megazoo.errors import UserError
 from megazoo.files import brief, regular_file, without_mark
+from megazoo.terminal import print_rank_0
 from megazoo.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Prompt(NamedTuple):
@@ -115,3 +120,67 @@ class Answers:
                 file.write(text)
         except OSError as error:
             raise UserError(f"--output {self.file}: {error.strerror}", exit_code=1) from error
+
+
+class Printer:
+    """Prints a prompt and then its answer token by token, without the tokens `ends` and the texts
+    `stops` that end it. `text` is the printed text of the answer.
+
+    Nothing is printed before the first token, so that an invalid prompt prints nothing.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        ids: list[int],
+        ends: Collection[int],
+        stops: tuple[str, ...] = (),
+        *,
+        prompt: str = "",
+        skip_special_tokens: bool = False,
+    ):
+        self.stream = tokenizer.stream(skip_special_tokens=skip_special_tokens)
+        self.ends, self.stops, self.prompt = ends, stops, prompt
+        self.text, self.held, self.ended, self.over = "", "", False, False
+        for token in ids:
+            self.stream.put(token)
+
+    def put(self, tokens: "torch.Tensor") -> None:
+        self._print_prompt()
+        token = int(tokens[0])
+        self.ended = self.ended or token in self.ends
+        if not self.ended:
+            self._add(self.stream.put(token))
+
+    def end(self) -> None:
+        self._print_prompt()
+        self._add(self.stream.end())
+        self._print("" if self.over else self.held)
+        print_rank_0()
+
+    def _add(self, text: str) -> None:
+        """Print the text that cannot be the beginning of a stop text."""
+        self.held += text
+        if self.over:
+            return
+        places = [place for stop in self.stops if (place := self.held.find(stop)) >= 0]
+        if places:
+            self.over, shown = True, min(places)
+        else:
+            kept = (
+                length
+                for stop in self.stops
+                for length in range(1, len(stop))
+                if self.held.endswith(stop[:length])
+            )
+            shown = len(self.held) - max(kept, default=0)
+        self._print(self.held[:shown])
+        self.held = self.held[shown:]
+
+    def _print(self, text: str) -> None:
+        self.text += text
+        print_rank_0(text, end="")
+
+    def _print_prompt(self) -> None:
+        print_rank_0(self.prompt, end="")
+        self.prompt = ""

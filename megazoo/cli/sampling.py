@@ -8,7 +8,11 @@ import tyro
 from megazoo.cli.flags import unset
 from megazoo.cli.inference import InferenceOptions
 from megazoo.models.base import Model
+from megazoo.terminal import note_rank_0
 from megazoo.tokenizer import Tokenizer
+from megazoo.tokenizer.chat import ANSWER, ANSWERS
+
+SAMPLING = ("temperature", "top_k", "top_p")
 
 
 @dataclass
@@ -17,7 +21,9 @@ class SamplingOptions(InferenceOptions):
 
     max_new_tokens: int = 128
     """Maximum number of new tokens."""
-    temperature: Annotated[float | None, unset("FLOAT", "greedy; 1 with --top-k or --top-p")] = None
+    temperature: Annotated[
+        float | None, unset("FLOAT", "the model's, or greedy; 1 with --top-k or --top-p")
+    ] = None
     """Sampling temperature: below 1 favors likely tokens, above 1 favors unlikely ones. 0: greedy.
     """
     top_k: Annotated[int | None, unset("INT", "all")] = None
@@ -26,7 +32,7 @@ class SamplingOptions(InferenceOptions):
     """Sample only from the most likely tokens whose probabilities add up to this value."""
     seed: int = 0
     """Random seed for sampling. The tokens are the same in any parallel layout."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: Annotated[float | None, unset("FLOAT", "the model's, or 1")] = None
     """Penalty for tokens that already occurred; above 1 makes them less likely."""
     stop: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], unset("TEXT", "none")]] = ()
     """Text that ends an answer. The flag may be repeated."""
@@ -36,21 +42,42 @@ def sampling_settings(options: SamplingOptions, model: Model, tokenizer: Tokeniz
     """Return the arguments of `Model.generate`: the flags, and the tokens that end an answer.
 
     Tokens are sampled if --temperature, --top-k or --top-p is set and the temperature is not 0.
+    Without these flags, they are chosen as generation_config.json says, with a note.
     """
-    drawn = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p")}
+    drawn = {name: getattr(options, name) for name in SAMPLING}
     drawn = {name: value for name, value in drawn.items() if value is not None}
     settings: dict[str, Any] = {
         "max_new_tokens": options.max_new_tokens,
         "repetition_penalty": options.repetition_penalty,
         "seed": options.seed,
     }
-    if drawn and options.temperature != 0:
-        settings |= {"do_sample": True, "top_k": 0, **drawn}
+    if drawn:
+        sampled = {"do_sample": True, "top_k": 0, **drawn}
+        settings |= sampled if options.temperature != 0 else {"do_sample": False}
+    elif getattr(options, "num_beams", 1) > 1:
+        settings["do_sample"] = False
+    elif model.generation.get("do_sample") is True:
+        values = [
+            f"{name} {model.generation[name]}" for name in SAMPLING if name in model.generation
+        ]
+        note_rank_0(
+            f"tokens are sampled with {', '.join(values) or 'temperature 1'}, as in "
+            "generation_config.json; --temperature 0 is greedy"
+        )
     ends = model.generation.get("eos_token_id", tokenizer.eos_token_id)
     if ends is None:
         ends = []
     settings["eos_token_id"] = [ends] if isinstance(ends, int) else list(ends)
     return settings | with_stops(options.stop, tokenizer)
+
+
+def end_of_answers(tokenizer: Tokenizer, ends: list[int]) -> str | None:
+    """Return the text with which the template ends an answer; None if it is one of the tokens
+    `ends`, or empty."""
+    messages = [{"role": "user", "content": "?"}, {"role": ANSWERS, "content": ANSWER}]
+    tail = tokenizer.apply_chat_template(messages).rpartition(ANSWER)[2].strip()
+    ids = tokenizer.encode(tail, add_special_tokens=False)
+    return None if not ids or ids[0] in ends else tail
 
 
 def with_stops(stops: tuple[str, ...], tokenizer: Tokenizer) -> dict:

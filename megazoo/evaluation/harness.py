@@ -28,7 +28,6 @@ except ImportError as error:
     ) from error
 
 # Settings of generation_config.json that are used unless a task overrides them.
-SAVED = ("top_k", "top_p", "repetition_penalty", "no_repeat_ngram_size")
 
 
 @register_model("megazoo")
@@ -268,8 +267,7 @@ class HarnessModel(TemplateLM):
             "eos_token_id": ends,
             "pad_token_id": ends[0] if ends else None,
         }
-        kept = {name: saved[name] for name in SAVED if saved.get(name) is not None}
-        return self.max_length - new, kept | settings
+        return self.max_length - new, settings
 
     def _text(self, ids: list[int], ends: Sequence[int], until: list[str]) -> str:
         """Return the text of new ids up to the first end token, truncated at the first of the

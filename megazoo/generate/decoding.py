@@ -211,14 +211,14 @@ class Sampler(Chooser):
         """Choose the next token of every row. Returns the tokens, None for the sources (see
         Choice), and which rows have ended, bool [rows]. logits: fp32 [rows, vocabulary]; the first
         are [prompts, vocabulary]."""
-        scores = self._adjusted(self._of_rows(logits), self.tokens[:, : self.step])
+        new = self.tokens[:, : self.step].clamp(0, logits.shape[-1])
+        scores = self._adjusted(self._of_rows(logits), new)
         if self.settings.do_sample:
             tokens = draw(keep_likely(scores, self.settings), self.draws[:, self.step])
         else:
             tokens = scores.argmax(dim=-1)
-        if self.can_end:
-            tokens = tokens.masked_fill(self.ended, self.settings.padding)
-        self.tokens[:, self.step] = tokens
+        # A row that has ended goes on with other tokens, because padding may have no embedding.
+        self.tokens[:, self.step] = tokens.masked_fill(self.ended, self.settings.padding)
         self.step += 1
         self._see(tokens)
         if self.can_end:

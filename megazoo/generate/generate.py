@@ -65,6 +65,7 @@ def _generate(
         )
     settings = settings.after(input_ids.shape[1])
     settings.check(model.config.vocab_size)
+    settings = settings.within(model.config.vocab_size)
     _check(model, input_ids, attention_mask, settings)
     if streamer is not None and len(input_ids) * settings.rows_of_prompt > 1:
         raise UserError("a streamer supports one row, without beams or num_return_sequences")

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from megazoo.errors import UserError, nearest
+from megazoo.errors import UserError, advise, nearest
+from megazoo.files import brief
 
 WHOLE_NUMBERS = (
     "min_new_tokens",
@@ -20,6 +21,39 @@ WHOLE_NUMBERS = (
 COLDEST = 1e-30  # temperature: scores divided by less may overflow float32
 MOST_ROWS = 1 << 20  # per prompt
 NUMBERS = ("temperature", "top_p", "repetition_penalty", "length_penalty")
+GENERATION = "generation_config.json"
+# The settings that generation_config.json may set.
+OF_FILES = (
+    "max_new_tokens", "max_length", "min_new_tokens", "do_sample", "temperature", "top_k", "top_p",
+    "repetition_penalty", "no_repeat_ngram_size", "num_beams", "num_return_sequences",
+    "length_penalty", "early_stopping", "eos_token_id", "pad_token_id",
+)  # fmt: skip
+# Settings of transformers that change the tokens and that megazoo lacks, with the values that
+# change nothing.
+NOT_APPLIED: dict[str, tuple] = {
+    "min_length": (0,),
+    "min_p": (0,),
+    "typical_p": (1,),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "top_h": (),
+    "encoder_repetition_penalty": (1,),
+    "num_beam_groups": (1,),
+    "diversity_penalty": (0,),
+    "penalty_alpha": (0,),
+    "dola_layers": (),
+    "guidance_scale": (1,),
+    "exponential_decay_length_penalty": (),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": (),
+    "bad_words_ids": ([],),
+    "sequence_bias": ({}, []),
+    "suppress_tokens": ([],),
+    "begin_suppress_tokens": ([],),
+    "stop_strings": ([],),
+    "max_time": (),
+    "watermarking_config": ({},),
+}
 
 
 @dataclass(frozen=True)
@@ -27,7 +61,8 @@ class GenerationSettings:
     """The settings of `model.generate`.
 
     Attributes:
-        max_new_tokens: maximum number of new tokens per row; default: 20.
+        max_new_tokens: maximum number of new tokens per row; default: 20. The defaults of all
+            settings are those of generation_config.json, and the values here only without it.
         max_length: maximum number of tokens with the prompt and its padding, instead of
             max_new_tokens.
         min_new_tokens: minimum number of new tokens per row.
@@ -98,6 +133,8 @@ class GenerationSettings:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool):
                 raise UserError(f"{name} {value!r} is not a whole number")
+        if not isinstance(self.do_sample, bool):
+            raise UserError(f"do_sample {self.do_sample!r} is neither True nor False")
         for name in NUMBERS:
             value = getattr(self, name)
             if not isinstance(value, int | float) or isinstance(value, bool):
@@ -108,9 +145,12 @@ class GenerationSettings:
         object.__setattr__(self, name, value)
 
     @classmethod
-    def of(cls, given: dict, saved: dict) -> "GenerationSettings":
-        """Return settings from arguments; token ids that are not given come from `saved`, the
-        values of generation_config.json. UserError for an unknown name."""
+    def of(cls, given: dict, saved: dict, longest: int = MOST_ROWS) -> "GenerationSettings":
+        """Return settings from arguments. Those that are not given, or None, are as in `saved`, the
+        values of generation_config.json. UserError for an unknown name.
+
+        longest: tokens of the model's longest sequence, which limits max_length of the file.
+        """
         names = [f.name for f in fields(cls)]
         for name in given:
             if name not in names:
@@ -118,8 +158,11 @@ class GenerationSettings:
                     f"generate has no argument {name}{nearest(name, names)}; supported: "
                     f"{', '.join(names)}"
                 )
-        ids = {name: saved[name] for name in ("eos_token_id", "pad_token_id") if name in saved}
-        return cls(**{**ids, **given})
+        given = {name: value for name, value in given.items() if value is not None}
+        values = of_file(saved, given)
+        if "max_length" in values:
+            values["max_length"] = min(values["max_length"], longest)
+        return cls(**{**values, **given})
 
     def after(self, prompt: int) -> "GenerationSettings":
         """Return the settings with max_new_tokens instead of max_length, for a prompt of this
@@ -131,6 +174,11 @@ class GenerationSettings:
                 f"max_length {self.max_length} leaves no new token after a prompt of {prompt}"
             )
         return replace(self, max_new_tokens=self.max_length - prompt, max_length=None)
+
+    def within(self, vocab_size: int) -> "GenerationSettings":
+        """Return the settings without the ends that are outside the vocabulary: no row has them."""
+        ends = tuple(token for token in self.eos_token_id if 0 <= token < vocab_size)
+        return replace(self, eos_token_id=ends, pad_token_id=self.padding)
 
     def check(self, vocab_size: int) -> None:
         """Raise UserError for a value that is out of range, or excluded by another."""
@@ -159,12 +207,6 @@ class GenerationSettings:
             )
         if self.stop and self.tokenizer is None:
             raise UserError("stop also needs the argument tokenizer")
-        for token in (*self.eos_token_id, self.padding):
-            if not 0 <= token < vocab_size:
-                raise UserError(
-                    f"token {token}, which ends or pads a row, is outside the vocabulary of "
-                    f"{vocab_size}"
-                )
 
     @property
     def padding(self) -> int:
@@ -183,6 +225,34 @@ class GenerationSettings:
         """The number of candidate tokens per beam: enough that, if all tokens that end a row are
         among them, the number of beams stays the same."""
         return max(2, 1 + len(self.eos_token_id))
+
+
+def of_file(saved: dict, given: dict) -> dict:
+    """Return the settings of generation_config.json that apply, by name.
+
+    saved: the values of the file. given: the arguments. A length in the arguments replaces both of
+    the file, and temperature, top_k and top_p apply only if tokens are sampled. Settings of
+    transformers that megazoo lacks are not applied, with one warning that lists them. UserError for
+    a value of another type.
+    """
+    values = {name: saved[name] for name in OF_FILES if saved.get(name) is not None}
+    if "max_new_tokens" in values or {"max_new_tokens", "max_length"} & given.keys():
+        values.pop("max_length", None)
+    if "max_length" in given:
+        values.pop("max_new_tokens", None)
+    if not given.get("do_sample", values.get("do_sample", False)):
+        for name in ("temperature", "top_k", "top_p"):
+            values.pop(name, None)
+    try:
+        GenerationSettings(**values)
+    except UserError as error:
+        raise UserError(f"{GENERATION}: {error}") from None
+    missing = {name: saved[name] for name in NOT_APPLIED if saved.get(name) is not None}
+    missing = {name: value for name, value in missing.items() if value not in NOT_APPLIED[name]}
+    if missing:
+        listed = ", ".join(f"{name} {brief(value)}" for name, value in missing.items())
+        advise(f"{GENERATION} sets {listed}: megazoo generates without it")
+    return values
 
 
 def _ids(name: str, value) -> tuple[int, ...]:

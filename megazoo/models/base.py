@@ -55,6 +55,16 @@ def _of_the_head(what: str) -> UserError:
     )
 
 
+class Layers(nn.ModuleDict):
+    """This rank's layers by their numbers in the whole model: layers[17] or layers["17"]."""
+
+    def __getitem__(self, key: int | str) -> nn.Module:
+        if str(key) in self:
+            return super().__getitem__(str(key))
+        here = ", ".join(self) or "none"
+        raise UserError(f"layer {key} is not on this rank, which has the layers: {here}")
+
+
 class Model(BatchCalls, Freezing, Saving, nn.Module):
     """Hold this rank's stages of a language model or sequence classifier.
 
@@ -235,9 +245,7 @@ class Model(BatchCalls, Freezing, Saving, nn.Module):
     def add_layers(self) -> None:
         """Add this rank's layers, each a Block."""
         indices = (index for stage in self.stages for index in stage.layers)
-        self.layers = nn.ModuleDict(
-            {str(index): self.Block(self.config, index) for index in indices}
-        )
+        self.layers = Layers({str(index): self.Block(self.config, index) for index in indices})
 
     def add_head(self, head: type[LanguageModelHead] = LanguageModelHead, **options: Any) -> None:
         """Add the head on the rank of the last stage.
@@ -399,9 +407,28 @@ class Model(BatchCalls, Freezing, Saving, nn.Module):
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         *,
+        max_new_tokens: int | None = None,
+        max_length: int | None = None,
+        min_new_tokens: int | None = None,
+        do_sample: bool | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        repetition_penalty: float | None = None,
+        no_repeat_ngram_size: int | None = None,
+        num_beams: int | None = None,
+        num_return_sequences: int | None = None,
+        length_penalty: float | None = None,
+        early_stopping: bool | str | None = None,
+        eos_token_id: int | Sequence[int] | None = None,
+        pad_token_id: int | None = None,
+        stop: str | Sequence[str] | None = None,
+        tokenizer: Any = None,
+        seed: int | None = None,
+        halt: Callable[[], bool] | None = None,
         use_cache: bool = True,
         streamer: Any = None,
-        **settings: Any,
+        **others: Any,
     ) -> torch.Tensor:
         """Continue prompts. Every rank calls it, with the same inputs on the ranks of a replica.
 
@@ -416,11 +443,10 @@ class Model(BatchCalls, Freezing, Saving, nn.Module):
                 each new token.
             streamer: object with the methods put(token_ids), called after each new token, and
                 end(), called once at the end. It needs a batch of one row.
-            settings: fields of `megazoo.generate.settings.GenerationSettings`, with the names of
-                transformers: max_new_tokens (20 by default) or max_length, do_sample, temperature,
-                top_k, top_p, num_beams, num_return_sequences, repetition_penalty,
-                no_repeat_ngram_size, stop, seed and others. eos_token_id and pad_token_id are by
-                default those of the checkpoint.
+            max_new_tokens, ..., halt: the fields of `megazoo.generate.settings.GenerationSettings`,
+                with the names and meanings of transformers. None: as in generation_config.json of
+                the model, otherwise the default of that class; 20 new tokens.
+            others: names that generate does not have, for the error.
 
         Returns:
             The prompts with the new tokens, int64 [batch x num_return_sequences, prompt + new].
@@ -433,7 +459,29 @@ class Model(BatchCalls, Freezing, Saving, nn.Module):
             ids = torch.tensor([[464, 3290]])
             out = model.generate(ids, max_new_tokens=8, do_sample=True, seed=1)
         """
-        asked = GenerationSettings.of(settings, self.generation)
+        given = {
+            "max_new_tokens": max_new_tokens,
+            "max_length": max_length,
+            "min_new_tokens": min_new_tokens,
+            "do_sample": do_sample,
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "repetition_penalty": repetition_penalty,
+            "no_repeat_ngram_size": no_repeat_ngram_size,
+            "num_beams": num_beams,
+            "num_return_sequences": num_return_sequences,
+            "length_penalty": length_penalty,
+            "early_stopping": early_stopping,
+            "eos_token_id": eos_token_id,
+            "pad_token_id": pad_token_id,
+            "stop": stop,
+            "tokenizer": tokenizer,
+            "seed": seed,
+            "halt": halt,
+        }
+        longest = self.longest_sequence(self.config)
+        asked = GenerationSettings.of({**given, **others}, self.generation, longest)
         return generate(
             self, input_ids, attention_mask, asked, use_cache=use_cache, streamer=streamer
         )

@@ -6,7 +6,8 @@ $ megazoo chat runs/a --tp 2 --system "Be brief." --temperature 0.7
 Each input line is one message. Answers are printed token by token. The chat template of the model
 formats the conversation. /reset starts a new conversation; /exit or the end of input ends the
 program. Ctrl-C stops the current answer, or the program if there is none. Only answers go to
-stdout. Decoding is greedy by default; with --temperature, --top-k or --top-p, tokens are sampled.
+stdout. Decoding is greedy, unless generation_config.json of the model samples; with --temperature,
+--top-k or --top-p, tokens are sampled.
 """
 
 import signal
@@ -21,13 +22,14 @@ import torch.distributed as dist
 
 from megazoo.cli.flags import Text, parse_flags, unset
 from megazoo.cli.inference import load_for_inference
-from megazoo.cli.sampling import SamplingOptions, sampling_settings, with_stops
+from megazoo.cli.prompts import Printer
+from megazoo.cli.sampling import SamplingOptions, end_of_answers, sampling_settings, with_stops
 from megazoo.data.conversations import as_jinja, template_of
 from megazoo.environment import is_rank_zero
 from megazoo.errors import UserError
 from megazoo.parallel.collectives import all_gather_objects, all_reduce
-from megazoo.terminal import note_rank_0, print_rank_0
-from megazoo.tokenizer.chat import ANSWER, ANSWERS
+from megazoo.terminal import note_rank_0
+from megazoo.tokenizer.chat import ANSWERS
 
 RESET, EXIT = "/reset", "/exit"
 
@@ -62,51 +64,6 @@ class Interrupts:
         self.came = self.answering
 
 
-class Printer:
-    """Prints an answer token by token, without special tokens and without the tokens `ends` and the
-    texts `stops` that end it. `text` is the printed text."""
-
-    def __init__(self, tokenizer, ids: list[int], ends: list[int], stops: tuple[str, ...]):
-        self.stream, self.stops = tokenizer.stream(skip_special_tokens=True), stops
-        self.ends = ends
-        self.text, self.held, self.over = "", "", False
-        for token in ids:
-            self.stream.put(token)
-
-    def put(self, tokens: torch.Tensor) -> None:
-        token = int(tokens[0])
-        if token not in self.ends:
-            self._add(self.stream.put(token))
-
-    def end(self) -> None:
-        self._add(self.stream.end())
-        self._print("" if self.over else self.held)
-        print_rank_0()
-
-    def _add(self, text: str) -> None:
-        """Print the text that cannot be the beginning of a stop text."""
-        self.held += text
-        if self.over:
-            return
-        places = [place for stop in self.stops if (place := self.held.find(stop)) >= 0]
-        if places:
-            self.over, shown = True, min(places)
-        else:
-            kept = (
-                length
-                for stop in self.stops
-                for length in range(1, len(stop))
-                if self.held.endswith(stop[:length])
-            )
-            shown = len(self.held) - max(kept, default=0)
-        self._print(self.held[:shown])
-        self.held = self.held[shown:]
-
-    def _print(self, text: str) -> None:
-        self.text += text
-        print_rank_0(text, end="")
-
-
 class Chat:
     """A conversation. settings: arguments of `Model.generate`."""
 
@@ -136,7 +93,7 @@ class Chat:
             )
         room = min(room, self.settings["max_new_tokens"])
         ends, stops = self.settings["eos_token_id"], self.settings.get("stop", ())
-        printer = Printer(self.tokenizer, ids[0].tolist(), ends, stops)
+        printer = Printer(self.tokenizer, ids[0].tolist(), ends, stops, skip_special_tokens=True)
         settings = {**self.settings, "max_new_tokens": room, "halt": self.halt}
         self.model.generate(ids, streamer=printer, **settings)
         self.messages = [*messages, {"role": ANSWERS, "content": printer.text}]
@@ -163,15 +120,6 @@ def main(arguments: list[str]) -> None:
     converse(chat, interrupts)
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def end_of_answers(tokenizer, ends: list[int]) -> str | None:
-    """Return the text with which the template ends an answer; None if it is one of the tokens
-    `ends`, or empty."""
-    messages = [{"role": "user", "content": "?"}, {"role": ANSWERS, "content": ANSWER}]
-    tail = tokenizer.apply_chat_template(messages).rpartition(ANSWER)[2].strip()
-    ids = tokenizer.encode(tail, add_special_tokens=False)
-    return None if not ids or ids[0] in ends else tail
 
 
 def converse(chat: Chat, interrupts: Interrupts) -> None:

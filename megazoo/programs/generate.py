@@ -6,8 +6,9 @@ $ torchrun --nproc-per-node 4 -m megazoo generate path/to/llama --tp 2 --pp 2 \\
 
 Without --prompt, --prompts and --messages, prompts are read from stdin, one per line. A single
 answer is printed token by token, except with beam search. Only prompts and answers go to stdout;
-the messages of --messages are not printed. Notes go to stderr. Decoding is greedy by default; with
---temperature, --top-k or --top-p, tokens are sampled.
+the messages of --messages are not printed. Notes go to stderr. Decoding is greedy, unless
+generation_config.json of the model samples; with --temperature, --top-k or --top-p, tokens are
+sampled.
 """
 
 import sys
@@ -15,13 +16,19 @@ import time
 from dataclasses import dataclass
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
 from megazoo.cli.flags import File, Text, parse_flags
 from megazoo.cli.inference import load_for_inference
-from megazoo.cli.prompts import Answers, Prompt, prompt_of_messages, read_messages, read_prompts
-from megazoo.cli.sampling import SamplingOptions, sampling_settings
+from megazoo.cli.prompts import (
+    Answers,
+    Printer,
+    Prompt,
+    prompt_of_messages,
+    read_messages,
+    read_prompts,
+)
+from megazoo.cli.sampling import SamplingOptions, end_of_answers, sampling_settings, with_stops
 from megazoo.environment import is_rank_zero
 from megazoo.errors import UserError
 from megazoo.parallel.collectives import all_gather_objects
@@ -69,45 +76,18 @@ class Options(SamplingOptions):
     limit."""
 
 
-class Printer:
-    """Prints a prompt and then its answer token by token, up to a token that ends it.
-
-    Nothing is printed before the first token, so that an invalid prompt prints nothing.
-    """
-
-    def __init__(self, tokenizer, prompt: str, ids: list[int], ends: set[int]):
-        self.stream, self.ends, self.over = tokenizer.stream(), ends, False
-        self.prompt = prompt
-        for token in ids:
-            self.stream.put(token)
-
-    def put(self, tokens: torch.Tensor) -> None:
-        self._print_prompt()
-        token = int(tokens[0])
-        self.over = self.over or token in self.ends
-        if not self.over:
-            print_rank_0(self.stream.put(token), end="")
-
-    def end(self) -> None:
-        self._print_prompt()
-        print_rank_0(self.stream.end())
-
-    def _print_prompt(self) -> None:
-        print_rank_0(self.prompt, end="")
-        self.prompt = ""
-
-
 class Session:
     """Answers prompts, and counts tokens and seconds.
 
     settings: arguments of `Model.generate`. output: writer of answers; None prints them. plain:
-    whether prompts are plain texts, to which the tokenizer adds its special tokens.
+    whether prompts are plain texts, to which the tokenizer adds its special tokens; otherwise they
+    are conversations, whose answers have neither special tokens nor the text of `stop` at the end.
     """
 
     def __init__(self, model, tokenizer, settings: dict, output=None, plain: bool = True):
         self.model, self.tokenizer, self.settings = model, tokenizer, settings
         self.output, self.plain = output, plain
-        self.ends = self.settings["eos_token_id"]
+        self.ends, self.stops = self.settings["eos_token_id"], self.settings.get("stop", ())
         self.tokens, self.seconds = 0, 0.0
 
     def answer(self, prompts: list[Prompt]) -> None:
@@ -123,7 +103,15 @@ class Session:
         streamer, count = None, self.settings["num_return_sequences"]
         if len(prompts) == count == self.settings["num_beams"] == 1 and not self.output:
             shown = prompts[0].text if prompts[0].shown else ""
-            streamer = Printer(self.tokenizer, shown, ids[0].tolist(), set(self.ends))
+            first, stops = ids[0].tolist(), () if self.plain else self.stops
+            streamer = Printer(
+                self.tokenizer,
+                first,
+                set(self.ends),
+                stops,
+                prompt=shown,
+                skip_special_tokens=not self.plain,
+            )
         began = time.perf_counter()
         out = self.model.generate(ids, mask, streamer=streamer, **self.settings)[:, ids.shape[1] :]
         self.seconds += time.perf_counter() - began
@@ -131,10 +119,12 @@ class Session:
         for number, new in enumerate(out.tolist()):
             length = next((i for i, token in enumerate(new) if token in self.ends), len(new))
             self.tokens += min(length + 1, len(new))
-            stream = self.tokenizer.stream()
+            stream = self.tokenizer.stream(skip_special_tokens=not self.plain)
             for token in ids[number // count].tolist():
                 stream.put(token)
-            answers.append("".join(map(stream.put, new[:length])) + stream.end())
+            answer = "".join(map(stream.put, new[:length])) + stream.end()
+            places = [] if self.plain else [answer.find(stop) for stop in self.stops]
+            answers.append(answer[: min((place for place in places if place >= 0), default=None)])
         for row, prompt in enumerate(prompts):
             own = answers[row * count : (row + 1) * count]
             if self.output:
@@ -153,9 +143,11 @@ def main(arguments: list[str]) -> None:
     prompts, messages = read_questions(options)
     output = Answers(options.output) if options.output else None
     model, tokenizer = load_for_inference(options)
+    settings = settings_of(options, model, tokenizer)
     if messages:
         prompts = [prompt_of_messages(line, tokenizer) for line in messages]
-    settings = settings_of(options, model, tokenizer)
+        if end := end_of_answers(tokenizer, settings["eos_token_id"]):
+            settings |= with_stops((*options.stop, end), tokenizer)
     session = Session(model, tokenizer, settings, output, plain=not messages)
     if prompts is None:
         converse(session)
@@ -193,7 +185,7 @@ def settings_of(options: Options, model, tokenizer) -> dict:
     settings = sampling_settings(options, model, tokenizer)
     settings |= {name: getattr(options, name) for name in SAME_NAMES}
     several = options.num_return_sequences > 1 and options.num_beams == 1
-    if several and "do_sample" not in settings:
+    if several and not settings.get("do_sample", model.generation.get("do_sample")):
         raise UserError(
             f"--num-return-sequences {options.num_return_sequences} needs --temperature, "
             f"--top-k or --top-p, or --num-beams {options.num_return_sequences} or more"

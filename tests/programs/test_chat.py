@@ -1,5 +1,6 @@
 """megazoo chat: in a pseudo-terminal, where Ctrl-C ends an answer, and through a pipe."""
 
+import json
 import os
 import pty
 import select
@@ -12,7 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megazoo.programs import chat
+from megazoo.cli.prompts import Printer
+from megazoo.programs import chat, generate
 from megazoo.tokenizer import ByteTokenizer
 from tests.support.harness_files import tokenizer_of
 from tests.support.inference import run_main
@@ -71,9 +73,38 @@ def test_each_answer_is_transformers_after_all_that_was_said(directory, monkeypa
     assert out == "".join(f"{answer}\n" for answer in (first, second, again))
 
 
+def test_generate_ends_answers_to_messages_where_chat_does(
+    directory, monkeypatch, capsys, tmp_path
+):
+    """At the text with which the template ends an answer: some words of one of the answers."""
+    questions = ["Hi", "Who are you?"]
+    answers = [expected(directory, [question], 30)[0] for question in questions]
+    end = answers[0][8:14]
+    assert end.strip() == end
+    shown = [answer.partition(end)[0] for answer in answers]
+    for file in directory.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "chat_template.jinja").unlink()
+    plain = (directory / "chat_template.jinja").read_text()
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% if messages[-1]['role'] == 'assistant' %}{{ messages[-1]['content'] + '" + end + "' }}"
+        "{% else %}" + plain + "{% endif %}"
+    )
+    file = tmp_path / "questions.jsonl"
+    messages = [[{"role": "user", "content": question}] for question in questions]
+    file.write_text("".join(json.dumps({"messages": each}) + "\n" for each in messages))
+    words = [tmp_path, "--max-new-tokens", 30, "--device", "cpu"]
+    code, out, error = run_main(chat, monkeypatch, capsys, *words, typed="Hi\n")
+    assert (code, out) == (0, f"{shown[0]}\n"), error
+    for more in ([], ["--batch-size", 1]):
+        words = [tmp_path, "--messages", file, "--max-new-tokens", 30, "--device", "cpu", *more]
+        code, out, error = run_main(generate, monkeypatch, capsys, *words)
+        assert (code, out) == (0, "".join(f"{answer}\n" for answer in shown)), error
+
+
 def test_an_answer_is_shown_up_to_what_ends_it(capsys):
     ids = list(b"So long<|im_en<|im_end|>")
-    printer = chat.Printer(ByteTokenizer(), [], [256], ("<|im_end|>", "zz"))
+    printer = Printer(ByteTokenizer(), [], [256], ("<|im_end|>", "zz"))
     shown = []
     for token in ids:
         printer.put(torch.tensor([token]))
@@ -81,7 +112,7 @@ def test_an_answer_is_shown_up_to_what_ends_it(capsys):
     printer.end()
     assert "".join(shown) == printer.text == "So long<|im_en"
     assert shown[:8] == [*"So long", ""]
-    printer = chat.Printer(ByteTokenizer(), [], [256], ("<|im_end|>",))
+    printer = Printer(ByteTokenizer(), [], [256], ("<|im_end|>",))
     for token in b"a <|":
         printer.put(torch.tensor([token]))
     printer.end()

@@ -1,14 +1,16 @@
 """The settings of generation: rules against repetition, lengths, what ends a row, streamers, and
 what is refused."""
 
+import json
 import re
 
 import pytest
 import torch
+from transformers import GenerationConfig
 from transformers.generation import NoRepeatNGramLogitsProcessor
 
 import megazoo
-from megazoo.errors import UserError
+from megazoo.errors import Advice, UserError
 from megazoo.generate import GenerationSettings
 from megazoo.generate.decoding import repeating
 from tests.support.generation import (
@@ -155,6 +157,65 @@ def test_the_checkpoint_says_what_ends_and_pads(tmp_path):
     assert torch.equal(again.generate(ids, mask, max_new_tokens=NEW), expected)
 
 
+FILES = [
+    {"max_length": 15},
+    {"max_length": 12, "max_new_tokens": 5},
+    {"num_beams": 3, "length_penalty": 2.0, "early_stopping": True, "max_new_tokens": 8},
+    {"repetition_penalty": 1.7, "no_repeat_ngram_size": 2, "max_new_tokens": 12},
+    {"do_sample": True, "top_k": 1, "temperature": 0.6, "max_new_tokens": 8},
+    {"temperature": 0.01, "top_p": 0.5, "max_new_tokens": 8},  # of samples, which nothing draws
+    {"num_beams": 2, "num_return_sequences": 2, "max_new_tokens": 6},
+]
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_the_settings_of_generation_config_apply_as_in_transformers(file, tmp_path):
+    hf = FAMILIES["llama"]()
+    hf.save_pretrained(tmp_path)
+    config = {**file, "eos_token_id": END, "pad_token_id": PAD}
+    (tmp_path / "generation_config.json").write_text(json.dumps(config))
+    hf.generation_config = GenerationConfig.from_pretrained(tmp_path)
+    model = megazoo.from_pretrained(tmp_path)
+    ids, mask = prompts()
+    expected = hf.generate(ids, attention_mask=mask)
+    assert torch.equal(model.generate(ids, mask), expected)
+    greedy = {"do_sample": False, "num_beams": 1, "max_new_tokens": 3, "num_return_sequences": 1}
+    expected = hf.generate(ids, attention_mask=mask, **greedy)
+    assert torch.equal(model.generate(ids, mask, **greedy), expected)
+
+
+def test_settings_that_are_missing_here_are_named_once():
+    saved = {"min_p": 0.1, "typical_p": 1.0, "suppress_tokens": [3], "guidance_scale": None}
+    with pytest.warns(Advice) as told:
+        GenerationSettings.of({}, saved)
+    (line,) = [str(each.message) for each in told]
+    assert line == (
+        "generation_config.json sets min_p 0.1, suppress_tokens a list: megazoo generates without "
+        "it"
+    )
+    with pytest.raises(UserError, match=r"^generation_config\.json: temperature 'hot' is not"):
+        GenerationSettings.of({"do_sample": True}, {"temperature": "hot"})
+
+
+@pytest.mark.parametrize("pad", [-1, 10**6])
+def test_ids_outside_the_vocabulary_end_nothing_and_pad(pad, tmp_path):
+    """Rows of a batch that have ended are padded, although the id has no embedding."""
+    hf = FAMILIES["llama"]()
+    hf.save_pretrained(tmp_path)
+    model = megazoo.from_pretrained(tmp_path)
+    settings = {"max_new_tokens": NEW, "repetition_penalty": 1.1, "no_repeat_ngram_size": 9}
+    ids, mask, expected = decided(hf, prompts, 1e-5, eos_token_id=END, pad_token_id=PAD, **settings)
+    model.generation = {"eos_token_id": [*END, -1, 10**6], "pad_token_id": pad}
+    new = expected[:, ids.shape[1] :]
+    padding = torch.cat([new.new_zeros(4, 1), (new == torch.tensor(END)[:, None, None]).any(0)], 1)
+    ended = padding[:, :-1].cumsum(1) > 0
+    assert ended.any()
+    out = model.generate(ids, mask, **settings)
+    assert torch.equal(out[:, ids.shape[1] :], new.masked_fill(ended, pad))
+    beams = model.generate(ids, mask, num_beams=2, **settings)
+    assert set(beams[:, ids.shape[1] :].flatten().tolist()) <= {*range(61), pad}
+
+
 class Letters:
     """A tokenizer of 61 letters."""
 
@@ -247,7 +308,7 @@ WRONG = [
     ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size -1 is out of range"),
     # names, what ends, padding on the right, and a streamer for two rows
     ({"max_new_token": 3}, "generate has no argument max_new_token; did you mean max_new_tokens"),
-    ({"eos_token_id": 61}, "token 61, .* vocabulary of 61"),
+    ({"do_sample": 1}, "do_sample 1 is neither True nor False"),
     ({"stop": "x"}, "stop also needs the argument tokenizer"),
     ({"attention_mask": torch.tensor([[1] * 9, [1] * 8 + [0]])}, "row 1 ends with padding"),
     ({"streamer": Kept()}, "a streamer supports one row"),
