@@ -55,7 +55,7 @@ def has_devices_of_its_own() -> bool:
     if world_size() == 1 or is_child_of_launcher():
         return False
     if (rank(), world_size()) != tuple(
-        whole_number(name, -1) for name in ("SLURM_PROCID", "SLURM_NTASKS")
+        whole_number(name, -1) for name in ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
     ):
         return False
     options = {
@@ -199,7 +199,8 @@ def _adopt_slurm(environment: MutableMapping[str, str]) -> None:
     def number(name: str, **limits: int) -> int:
         return whole_number(name, 0, environment=environment, **limits)
 
-    if "SLURM_NTASKS" not in environment or number("SLURM_NTASKS", least=1) == 1:
+    # Only srun sets it: a shell of salloc and a batch script are one process each.
+    if "SLURM_STEP_NUM_TASKS" not in environment or number("SLURM_STEP_NUM_TASKS", least=1) == 1:
         return
     nodes = environment.get("SLURM_STEP_NODELIST", "localhost")
     first = re.match(r"([^\[,]+)(?:\[(\d+))?", nodes)
@@ -209,10 +210,10 @@ def _adopt_slurm(environment: MutableMapping[str, str]) -> None:
             "of node names"
         )
     tasks = "SLURM_STEP_TASKS_PER_NODE"
-    per_node = _expanded(tasks if tasks in environment else "SLURM_NTASKS", environment)
+    per_node = _expanded(tasks if tasks in environment else "SLURM_STEP_NUM_TASKS", environment)
     node = number("SLURM_NODEID", most=len(per_node) - 1)
     environment["RANK"] = str(number("SLURM_PROCID"))
-    environment["WORLD_SIZE"] = environment["SLURM_NTASKS"]
+    environment["WORLD_SIZE"] = environment["SLURM_STEP_NUM_TASKS"]
     environment["LOCAL_RANK"] = str(number("SLURM_LOCALID"))
     environment["LOCAL_WORLD_SIZE"] = str(per_node[node])
     environment.setdefault("MASTER_ADDR", first[1] + (first[2] or ""))

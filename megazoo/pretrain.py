@@ -29,7 +29,7 @@ from megazoo.cli.rules import check_run, parse_stage_layers
 from megazoo.cli.run import Run, notes_on_changes
 from megazoo.cli.settings import resolve
 from megazoo.cli.summary import introduce, show, summary
-from megazoo.cli.tokenizer import find_tokenizer
+from megazoo.cli.tokenizer import find_tokenizer, with_vocabulary
 from megazoo.data import Batches, check_data, needs_preparation
 from megazoo.data.conversations import template_of
 from megazoo.environment import is_rank_zero
@@ -79,7 +79,10 @@ def prepare(arguments: list[str]) -> Run:
     if source and tokenizer.chat_template is None:  # the template of byte is stored with the model
         tokenizer.chat_template = chat_template_in(source.path)
     sources = check_data(options.data.data, options.data.split)
-    config, labels = settle_labels(settings.config, source, tokenizer, sources)
+    config = settings.config
+    if not source and options.model.vocab_size is None and options.data.data != ("mock",):
+        config = with_vocabulary(config, tokenizer)
+    config, labels = settle_labels(config, source, tokenizer, sources)
     options.data.chat_template = template_of(options.data.chat_template, tokenizer)
     dp = data_parallel_size(parallel.tp, parallel.pp, parallel.cp, parallel.dp)
     check_run(options, FAMILIES[family_of(config)], config, tokenizer, dp, weights)

@@ -14,7 +14,7 @@ import re
 import subprocess
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,8 +28,12 @@ from megazoo.cli.adapters import Weights
 from megazoo.cli.commands import entry
 from megazoo.cli.metrics import append_line
 from megazoo.cli.options import (
+    CheckpointOptions,
     DataOptions,
+    EvaluationOptions,
+    LoggingOptions,
     OptimizerOptions,
+    Options,
     ParallelOptions,
     TrainingOptions,
 )
@@ -50,11 +54,11 @@ Size = Annotated[int, Meta(ge=1, le=2**20)]
 Sha256 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 Text = Annotated[str, Meta(max_length=100_000)]
 # Settings that do not affect the computation: outputs of the run, devices, and the settings file.
-BESIDE = (
-    "save save_interval async_save keep_last on_save_error verify log_interval eval_interval "
-    "eval_steps metrics tensorboard wandb trackio peak_tflops profile profile_steps record "
-    "timeout device data_workers config import dp dry_run print_config"
-).split()
+# Every other field of these groups is an output, so that no record can name a file to write.
+OUTPUTS = (CheckpointOptions, EvaluationOptions, LoggingOptions)
+BESIDE = {f.name for group in OUTPUTS for f in fields(group)} - {"load", "load_weights_only"}
+BESIDE |= {f.name for f in fields(Options) if f.default_factory is MISSING}
+BESIDE |= {"timeout", "device", "data_workers", "import", "dp"}
 # Settings that a resumed run may change: its end, and settings stored in its checkpoint.
 CARRIED = "steps epochs tokenizer".split()
 LAYOUT = (

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from megazoo.checkpoint import Checkpoint
-from megazoo.checkpoint.places import TRAINER, has_checkpoint
+from megazoo.checkpoint.foreign import what_is
+from megazoo.checkpoint.places import CONFIG, LATEST, TRAINER, has_checkpoint
 from megazoo.checkpoint.schema import TrainingState, checked_state
 from megazoo.cli.adapters import Weights, flag_to_go_on, open_weights
 from megazoo.cli.defaults import Defaults, defaults_for, fill_in
@@ -22,6 +23,7 @@ from megazoo.cli.rules import check_values, model_config, settle_steps
 from megazoo.environment import restarts
 from megazoo.errors import UserError
 from megazoo.files import brief
+from megazoo.terminal import note_rank_0
 
 # The groups of settings that a checkpoint stores. Those of the model and the adapters are in its
 # manifest. The layout, the checkpoints and the logging may differ for each start.
@@ -66,6 +68,13 @@ def resolve(arguments: list[str], description: str, kind: type = Options) -> Set
     if restarts() and save and has_checkpoint(save):
         _go_on(line, flag_to_go_on(options))
         options = line.merged()
+    if starts_fresh(options):
+        note_rank_0(
+            f"--load {options.checkpoint.load} has no checkpoint yet: this run is its first"
+        )
+        line.parsed = with_settings(line.parsed, {"load": None})
+        line.file.pop("load", None)
+        options = line.merged()
     if options.model.import_:
         run_file(options.model.import_)
     weights = open_weights(options)
@@ -82,6 +91,19 @@ def resolve(arguments: list[str], description: str, kind: type = Options) -> Set
     return Settings(
         line.words, options, weights, resumed is not None, state, config, unset, defaults, filled
     )
+
+
+def starts_fresh(options: Options) -> bool:
+    """Return whether --load and --save name the same directory, and no checkpoint is there yet: so
+    the same command starts a run and resumes it."""
+    load, save = options.checkpoint.load, options.checkpoint.save
+    if not load or not save or options.checkpoint.load_weights_only:
+        return False
+    path = Path(load)
+    if path.resolve() != save.resolve() or has_checkpoint(path):
+        return False
+    written = (LATEST, "step_*", ".step_*", CONFIG)  # of a checkpoint that is not complete
+    return not path.exists() or not (any(map(any, map(path.glob, written))) or what_is(path))
 
 
 def _go_on(line: CommandLine, flag: str) -> None:

@@ -1,10 +1,13 @@
 """Find the tokenizer that a setting names."""
 
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megazoo.checkpoint.places import NoCheckpoint, find_checkpoint, named_directory
-from megazoo.tokenizer import has_tokenizer
+from megazoo.terminal import note_rank_0
+from megazoo.tokenizer import Tokenizer, has_tokenizer
 
 
 def find_tokenizer(where: str | Path) -> str:
@@ -21,3 +24,15 @@ def find_tokenizer(where: str | Path) -> str:
         with suppress(NoCheckpoint):
             return str(find_checkpoint(path))
     return str(path)
+
+
+def with_vocabulary(config: Any, tokenizer: Tokenizer) -> Any:
+    """Return the config of a new model, with the vocabulary of the tokenizer if that is larger, and
+    print a note then."""
+    if tokenizer.vocab_size <= config.vocab_size:
+        return config
+    note_rank_0(
+        f"vocab-size: {tokenizer.vocab_size:,}, as the tokenizer {tokenizer.source} needs; the "
+        f"preset has {config.vocab_size:,}"
+    )
+    return replace(config, vocab_size=tokenizer.vocab_size)

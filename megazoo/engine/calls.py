@@ -9,6 +9,7 @@ import torch
 
 from megazoo.engine.auxiliary import losses_of_one
 from megazoo.engine.batch import Batch
+from megazoo.engine.habits import CALL, refuse
 from megazoo.engine.microbatch import Output
 from megazoo.engine.pipeline import count_labels, run_pipeline
 from megazoo.engine.stepwise import with_backward
@@ -61,6 +62,7 @@ class BatchCalls:
         *,
         document_ids: torch.Tensor | None = None,
         return_logits: bool = False,
+        **unsupported: Any,
     ) -> Output:
         """Run one batch. Call it with the same inputs on every rank of a replica.
 
@@ -75,6 +77,8 @@ class BatchCalls:
             document_ids: int64 [batch, sequence]: tokens attend only to tokens with the same
                 number, for packed documents.
             return_logits: whether to return logits also when there are labels.
+            unsupported: other arguments of transformers, such as use_cache, with values that change
+                nothing.
 
         Returns:
             An Output. With labels, `loss` is the mean over the labelled tokens of this batch,
@@ -83,6 +87,10 @@ class BatchCalls:
             labels, with return_logits, and always if pp, tp and cp are 1 or for a classifier. The
             output holds their memory: keep only the loss if memory is short.
 
+        Raises:
+            UserError: The inputs are invalid, or an argument of transformers is not supported, such
+                as output_hidden_states=True.
+
         The loss can be differentiated if pp is 1: call `sync_gradients` after backward.
         `train_batch` and `microbatches` train in every layout.
 
@@ -90,6 +98,7 @@ class BatchCalls:
             logits = model(ids).logits  # on the last stage
             loss = model(ids, labels=ids).loss
         """
+        refuse(unsupported, CALL, "model(...)")
         batch = Batch(input_ids, labels, None, attention_mask, position_ids, document_ids)
         (micro_batch,) = self.engine.micro_batches(batch, 1)
         together = self.ctx.pp_size * self.ctx.tp_size * self.ctx.cp_size == 1

@@ -11,12 +11,12 @@ The stacked weights of experts are parameters, not modules. PEFT wraps their mod
     ....mlp.experts.lora_B.weight               of down_proj, [outputs, rank x experts]
 """
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import product
 from math import isfinite
 from pathlib import Path
-from re import fullmatch, sub
 from typing import Any
 
 import torch
@@ -298,28 +298,25 @@ def _pattern(
     key: str, pattern: dict[str, Any] | None, here: list[Target], default: float, file: Path
 ) -> dict[str, Any]:
     """Return rank_pattern or alpha_pattern with names that match exactly the targets they mean.
-    UserError for a regular expression, except the one that PEFT writes for the parameters of
-    experts."""
-    pattern = {
-        sub(r"\\(.)", r"\1", name.removeprefix(r".*\."))
-        if name.startswith(r".*\.")
-        else name: value
-        for name, value in (pattern or {}).items()
-    }
-    for name, value in pattern.items():
-        if not fullmatch(r"[\w.-]+", name):
-            raise UserError(
-                f"{file}: {key} has the regular expression {brief(name)}, which is not supported: "
-                "use names of modules, or their ends"
-            )
+
+    As in PEFT, a key is a regular expression for the last parts of a module's name, so that a dot
+    is any character; the first key that matches counts. UserError for one that is not valid.
+    """
+    compiled = []
+    for name, value in (pattern or {}).items():
         if not isfinite(value):
-            raise UserError(f"{file}: {key} of {name} is {value}: it must be finite")
+            raise UserError(f"{file}: {key} of {brief(name)} is {value}: it must be finite")
+        try:
+            compiled.append((re.compile(rf"(.*\.)?({name})$"), value))
+        except (re.error, OverflowError) as error:
+            reason = str(error).partition("\n")[0]
+            raise UserError(
+                f"{file}: {key} has {brief(name)}, which is not a regular expression: {reason}"
+            ) from None
 
     def value_of(target: Target) -> float:
-        ends = (
-            value for name, value in pattern.items() if f".{target.theirs}".endswith(f".{name}")
-        )
-        return next(ends, default)
+        found = (value for expression, value in compiled if expression.match(target.theirs))
+        return next(found, default)
 
     return _by_name({target: value_of(target) for target in here}, default)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megazoo.checkpoint.directories import output_directory
+from megazoo.checkpoint.foreign import what_is
 from megazoo.checkpoint.ownership import ADAPTER_CONFIG, foreign_entry
 from megazoo.checkpoint.places import (
     CONFIG,
@@ -20,6 +21,7 @@ from megazoo.checkpoint.places import (
 from megazoo.checkpoint.saving import write_together
 from megazoo.checkpoint.shards import Files, files_of_rank, write_manifest
 from megazoo.checkpoint.verifying import verifying
+from megazoo.engine.habits import translated
 from megazoo.errors import UserError, any_of
 from megazoo.gguf_file import is_gguf
 from megazoo.hub import name_of
@@ -72,9 +74,10 @@ def open_source(path: str | Path, *, verify: bool = True) -> ModelSource:
                 f"{path} holds only a PEFT adapter: pass its base as the model, and this directory "
                 "as --adapter, or --lora-load for training (in Python: megazoo.lora.load)"
             ) from None
-        is_there = path.is_dir()
+        if found := what_is(path):
+            raise UserError(f"{path} {found}") from None
         raise UserError(
-            f"{error}, nor {CONFIG}" if is_there else f"{path} is not a directory"
+            f"{error}, nor {CONFIG}" if path.is_dir() else f"{path} is not a directory"
         ) from None
     return SavedModel(step, verify=verify)
 
@@ -107,7 +110,9 @@ def from_pretrained(
         pad_token_id: padding token of that classifier, if the files do not have one.
         verify: compare the files with the checksums of a megazoo checkpoint while they are read.
         fields: fields of the config that affect only training, such as router_balance="batch", and
-            the values that replace those of the files.
+            the values that replace those of the files. Arguments of transformers are also accepted
+            if they change nothing here, such as trust_remote_code; torch_dtype is dtype, and
+            revision a revision of the hub.
 
     Returns:
         The model, an nn.Module on ctx.device, in evaluation mode. `train_batch` or `model.train()`
@@ -122,6 +127,7 @@ def from_pretrained(
     """
     ctx = ctx or current_context()
     with propagate_errors(ctx):
+        path, dtype = translated(path, dtype, ctx.device, fields)
         given = dtype_named(dtype)
         source = open_directory(path, verify=verify)
         config = _with_fields(with_labels(source, num_labels, pad_token_id), fields)

@@ -38,7 +38,7 @@ def learning_rate(
     if step <= warmup_steps:
         return lr * step / warmup_steps
     start = max(warmup_steps, steps * (1 - WSD_DECAY)) if schedule == "wsd" else warmup_steps
-    progress = min(1.0, max(0.0, (step - start) / max(1, steps - start)))
+    progress = min(1.0, max(0.0, (step - start) / (steps - start))) if steps > start else 1.0
     if schedule == "constant":
         return lr
     remaining = (1 + math.cos(math.pi * progress)) / 2 if schedule == "cosine" else 1 - progress

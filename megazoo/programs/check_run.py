@@ -139,7 +139,7 @@ def settings_of(recorded: Recorded, options: Options, origin: str) -> dict:
 
     Raises UserError for settings that no valid record has.
     """
-    for name in recorded.settings.keys() & set(BESIDE):
+    for name in recorded.settings.keys() & BESIDE:
         raise UserError(f"{origin}: settings has {name}, which does not affect the computation")
     settings = typed_settings(TrainingProgram, recorded.settings, origin)
     for name, value in settings.items():

@@ -162,12 +162,23 @@ def check_names(case, originals, tmp_path):
     assert (settings.dropout, settings.alpha, settings.rslora) == (0.25, 5.5, True)
 
 
+PATTERNS = {
+    "ends of names": {"proj": 7, "v_proj": 2, "mlp.up_proj": 5, "lp.down_proj": 6},
+    "a dot for any character": {"v.proj": 100},
+    "regular expressions": {
+        "layers.[01].self_attn.q_proj": 5, "^model.*down_proj": 6, "(up|gate)_proj": 3, "k": 9,
+    },
+    "the first that matches": {r".*\.self_attn\.[qk]_proj": 3, "q_proj": 8},
+}  # fmt: skip
+
+
 @torch.no_grad()
-def test_patterns_match_whole_names(originals, tmp_path):
-    """A pattern is the end of a module's name that begins after a dot."""
+@pytest.mark.parametrize("kind", PATTERNS)
+def test_patterns_are_regular_expressions_of_whole_names(kind, originals, tmp_path):
+    """A pattern matches the end of a module's name that begins after a dot."""
     base, _, _ = originals["llama", SAVED]
-    patterns = {"proj": 7, "v_proj": 2, "mlp.up_proj": 5, "lp.down_proj": 6}
-    hf = with_adapters(base_model("llama"), r=4, target_modules="all-linear", rank_pattern=patterns)
+    patterns = {"rank_pattern": PATTERNS[kind], "alpha_pattern": PATTERNS[kind]}
+    hf = with_adapters(base_model("llama"), r=4, target_modules="all-linear", **patterns)
     hf.save_pretrained(tmp_path)
     model = megazoo.lora.load(megazoo.from_pretrained(base), tmp_path).eval()
     assert (model(IDS).logits - hf(IDS).logits).abs().max() < 1e-5 * hf(IDS).logits.abs().max()

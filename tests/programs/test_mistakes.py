@@ -35,7 +35,8 @@ TRAIN = f"pretrain_gpt {JOB}"
 GENERATE = "generate hf --tokenizer byte --prompt a --max-new-tokens 2"
 EVALUATE = "evaluate hf --tokenizer byte"
 RANK0 = "RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=1"
-SLURM = "SLURM_PROCID=0 SLURM_NTASKS=2 SLURM_STEP_TASKS_PER_NODE=2 SLURM_STEP_NODELIST=localhost"
+STEP = "SLURM_STEP_NUM_TASKS"
+SLURM = f"SLURM_PROCID=0 {STEP}=2 SLURM_STEP_TASKS_PER_NODE=2 SLURM_STEP_NODELIST=localhost"
 
 # (program and its arguments, words that the line must have, exit code)
 MISTAKES = [
@@ -132,7 +133,7 @@ VARIABLES = [
                    "TORCHELASTIC_RESTART_COUNT")
       for value in ("x", "", "-1", "1e9", "0x1")),
     *((f"{SLURM} {name}={value}", f"the variable {name} is {value!r}: it must be a whole number")
-      for name in ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_JOB_ID")
+      for name in ("SLURM_PROCID", STEP, "SLURM_LOCALID", "SLURM_NODEID", "SLURM_JOB_ID")
       for value in ("x", "", "-1", "1e9", "0x1")),
     (f"{RANK0} WORLD_SIZE={DIGITS}", "the variable WORLD_SIZE is '999"),
     (f"{RANK0} MASTER_PORT=65536", "the variable MASTER_PORT is '65536'"),

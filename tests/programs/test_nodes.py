@@ -249,8 +249,9 @@ def test_the_slurm_script_goes_on_after_a_rank_has_died(tmp_path):
 def test_srun_alone_starts_a_job(start, straight, tmp_path):
     """What srun sets for two tasks on one node."""
     slurm = {
-        "SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_TASKS_PER_NODE": "2",
-        "SLURM_JOB_ID": "7", "SLURM_NODEID": "0", "MASTER_PORT": str(free_port()),
+        "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_JOB_ID": "7", "SLURM_NODEID": "0",
+        "MASTER_PORT": str(free_port()),
     }  # fmt: skip
     job = [*JOB, "--pp", 2, "--steps", 8, "--metrics", tmp_path / "metrics"]
     jobs = [
@@ -268,7 +269,12 @@ def test_srun_alone_starts_a_job(start, straight, tmp_path):
 
 
 def test_what_launchers_say_is_understood():
-    slurm = {"SLURM_NTASKS": "11", "SLURM_PROCID": "9", "SLURM_LOCALID": "1", "SLURM_NODEID": "2"}
+    slurm = {
+        "SLURM_STEP_NUM_TASKS": "11",
+        "SLURM_PROCID": "9",
+        "SLURM_LOCALID": "1",
+        "SLURM_NODEID": "2",
+    }
     slurm |= {
         "SLURM_STEP_NODELIST": "gpu[007-009],login",
         "SLURM_STEP_TASKS_PER_NODE": "4(x2),3",
@@ -292,6 +298,8 @@ def test_what_launchers_say_is_understood():
     environment = {"RANK": "0", **slurm}  # torchrun under srun
     adopt_launcher([], environment)
     assert environment == {"RANK": "0", **slurm}
-    environment = {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}  # one process in an allocation
-    adopt_launcher([], environment)
-    assert "RANK" not in environment
+    job = {"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+    for step in ({}, {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NODELIST": "a"}):
+        environment = {**job, **step}  # a batch script without srun; a shell of salloc
+        adopt_launcher([], environment)
+        assert environment == {**job, **step}

@@ -92,6 +92,13 @@ def test_the_last_fifth_begins_after_a_long_warm_up():
     assert rates == pytest.approx([89 / 90, 1.0, 0.9, 0.5, 0.0])
 
 
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
+def test_short_schedules_end_at_the_lowest_rate(schedule):
+    for steps, warmup in ((s, w) for s in range(1, 8) for w in range(s)):
+        how = {"schedule": schedule, "lr": 1.0, "min_lr": 0.125, "warmup_steps": warmup}
+        assert learning_rate(steps, steps=steps, **how) == 0.125, (steps, warmup)
+
+
 def test_unknown_schedule_is_refused():
     with pytest.raises(UserError, match="unknown lr-schedule 'cosin': use cosine"):
         learning_rate(1, schedule="cosin", **RATE)

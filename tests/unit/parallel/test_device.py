@@ -17,7 +17,7 @@ from megazoo.parallel.device import choose_device, set_fp32_precision
 from tests.support.pretraining import SMALL
 
 OF_EIGHT = {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}
-TASKS = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8"}
+TASKS = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8"}
 
 
 @pytest.fixture
@@ -56,7 +56,11 @@ MACHINES = [
     # all of them visible, though asked for by task
     (8, OF_TASKS | {"SLURM_GPUS_PER_TASK": "1"}, "cuda:3"),
     # torchrun within one task, or beside the tasks: its ranks share what it sees
-    (1, OF_EIGHT | dict(SLURM_PROCID="0", SLURM_NTASKS="1", SLURM_GPUS_PER_TASK="1"), "cpu"),
+    (
+        1,
+        OF_EIGHT | dict(SLURM_PROCID="0", SLURM_STEP_NUM_TASKS="1", SLURM_GPUS_PER_TASK="1"),
+        "cpu",
+    ),
     (1, OF_TASKS | {"SLURM_GPUS_PER_TASK": "1", "TORCHELASTIC_RUN_ID": "a"}, "cpu"),
     (0, OF_TASKS | {"SLURM_GPUS_PER_TASK": "1"}, "cpu"),
 ]
@@ -80,7 +84,7 @@ def test_each_rank_has_a_device_or_all_have_the_cpu(machine):
 
 
 def test_ranks_that_are_still_to_be_started_share_what_their_launcher_sees(machine):
-    machine(2, {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_GPUS_PER_TASK": "2"})
+    machine(2, {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_GPUS_PER_TASK": "2"})
     assert choose_device("auto", 4) == torch.device("cpu")
     assert choose_device("auto", 2) == torch.device("cuda:0")
 
