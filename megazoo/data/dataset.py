@@ -141,9 +141,9 @@ def _enough(lengths: list[int], how: str = "") -> str:
     lengths: the length that each needs. how: how they are kept.
     """
     least, most = min(lengths), max(lengths)
-    keeps = "one of them" if len(lengths) > 1 else "it"
-    all_of_them = f", {most} all" if most > least else ""
-    return f"--seq-length {least} keeps {keeps}{how}{all_of_them}"
+    if least < most:
+        return f"--seq-length {least} keeps one of them{how}, {most} all"
+    return f"--seq-length {most} keeps {'all of them' if len(lengths) > 1 else 'it'}{how}"
 
 
 def _check_parts(name: str, parts: list, shares: tuple[float, ...], seq_length: int) -> None:

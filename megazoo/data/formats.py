@@ -87,7 +87,7 @@ def keys_error(value: dict) -> str:
     such objects."""
     return (
         f"{NEEDED}; {keys_of(value)}. To convert the file, for example: "
-        f"jq -c '(arrays | .[]), objects | {_conversion(value)}' FILE > NEW.jsonl"
+        f"jq -c '{_conversion(value)}' FILE > NEW.jsonl"
     )
 
 
@@ -99,15 +99,22 @@ def keys_of(value: dict) -> str:
 
 
 def _conversion(value: dict) -> str:
+    """Return a filter of jq that converts a file of such objects, an array or not."""
+    if any(needed <= value.keys() for needed in ({"role", "content"}, {"from", "value"})):
+        return "{messages: .}"  # the array is one conversation
+    return f"(arrays | .[]), objects | {_conversion_of_object(value)}"
+
+
+def _conversion_of_object(value: dict) -> str:
     """Return a filter of jq that converts an object to a known format, with its own keys."""
     names = [key for key in value if SAFE.fullmatch(key)]
+    texts = [name for name in names if isinstance(value[name], str)]
     for name in names:
         each = value[name][0] if isinstance(value[name], list) and value[name] else None
-        if isinstance(each, dict) and len(value) == 1 and not {"role", "from"} & each.keys():
-            return f'."{name}"[]'
         if isinstance(each, dict) and {"role", "from"} & each.keys():
             return f'{{messages: ."{name}"}}'
-    texts = [name for name in names if isinstance(value[name], str)]
+        if isinstance(each, dict) and len(texts) < 2:
+            return f'."{name}"[]'
     if len(texts) == 1:
         return f'{{text: ."{texts[0]}"}}'
     asked = _first_like(QUESTIONS, texts) or "QUESTION"

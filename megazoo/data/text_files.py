@@ -301,7 +301,10 @@ def object_of_line(line: bytes) -> dict:
 
 def _object(value: Any) -> dict:
     if isinstance(value, list):
-        raise ValueError("not a JSON object: only a file named .json can be an array")
+        raise ValueError(
+            'not a JSON object but a list: a conversation is {"messages": [...]}, and the name of '
+            "a file that is an array must end in .json"
+        )
     if not isinstance(value, dict):
         raise ValueError("not a JSON object")
     return value

@@ -188,6 +188,9 @@ def test_the_lengths_that_keep_conversations_are_printed(tmp_path):
     said.clear()
     open_all(path, split="1,0", seq_length=17, report=said.append)
     assert not said
+    twice = write_lines(tmp_path / "b.jsonl", *[values[1]] * 2)
+    open_all(twice, split="1,0", seq_length=5, report=said.append)
+    assert said[0].endswith("are truncated: --seq-length 6 keeps all of them complete")
     all_of = r"all 5 conversations are longer than --seq-length 2 before their first answer\. "
     shortest = "The shortest length that keeps one is 3: use --seq-length 3 or more"
     for packing in (False, True):

@@ -193,7 +193,11 @@ MISTAKES = {
         "response": "b", "query": "a",
     },
     '{messages: ."dialog"}': {"dialog": TALK},
-    'objects | ."data"[]\'': {"data": [{"messages": TALK}]},
+    'objects | ."data"[]': {"version": "1", "data": [{"messages": TALK}]},
+    "jq -c '{messages: .}'": TALK[0],
+    'user", content: ."instruction"}, {role: "assistant", content: ."response"}': {
+        "instruction": "a", "context": "x", "response": "b", "category": "qa",
+    },
     '{text: ."content"}': {"content": "a"},
     'content: ."QUESTION"': {"';reboot'": "a", '"': "b"},
     "its keys are: none": {},
@@ -281,13 +285,14 @@ BAD_FILES = {
     ("a.json", json.dumps([*OBJECTS, 5])): "a.json, item 4: not a JSON object",
     ("a.json", indented([*OBJECTS, {"txt": "a"}])): "a.json, item 4: it needs text",
     ("a.json", '[{"prompt": "a",\n"completion": "b"}\n{}]'): "a.json, line 3: Expecting ','",
+    ("a.json", json.dumps([TALK])): "a.json, item 1: not a JSON object but a list: a conversation",
     ("a.json", json.dumps(OBJECTS)[:-1]): "a.json, line 1: Expecting ',' delimiter",
     ("a.json", json.dumps(OBJECTS) + "\n\n5"): "a.json, line 3: Extra data",
     ("a.json", "[]"): "a.json has no items",
     ("a.json", "  [\n\n"): "a.json, line 3: Expecting value",
     ("a.json", '{"txt": 1}\n'): "a.json, line 1: it needs text",
     ("a.json", ""): "a.json has no lines",
-    ("a.jsonl", json.dumps(OBJECTS)): "line 1: not a JSON object: only a file named .json can be",
+    ("a.jsonl", json.dumps(OBJECTS)): "line 1: not a JSON object but a list: a conversation is {",
     ("a.jsonl", indented(OBJECTS)): "a.jsonl, line 1: Expecting property name",
 }
 
