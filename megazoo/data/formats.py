@@ -109,6 +109,8 @@ def _conversion_of_object(value: dict) -> str:
     """Return a filter of jq that converts an object to a known format, with its own keys."""
     names = [key for key in value if SAFE.fullmatch(key)]
     texts = [name for name in names if isinstance(value[name], str)]
+    if {"prompt", "chosen"} <= value.keys():
+        return "{prompt: .prompt, completion: .chosen}"  # preferences
     for name in names:
         each = value[name][0] if isinstance(value[name], list) and value[name] else None
         if isinstance(each, dict) and {"role", "from"} & each.keys():

@@ -4,6 +4,7 @@ printed for other objects."""
 import gzip
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -195,6 +196,9 @@ MISTAKES = {
     '{messages: ."dialog"}': {"dialog": TALK},
     'objects | ."data"[]': {"version": "1", "data": [{"messages": TALK}]},
     "jq -c '{messages: .}'": TALK[0],
+    "objects | {prompt: .prompt, completion: .chosen}'": {
+        "prompt": TALK[:1], "chosen": TALK[1:2], "rejected": TALK[3:],
+    },
     'user", content: ."instruction"}, {role: "assistant", content: ."response"}': {
         "instruction": "a", "context": "x", "response": "b", "category": "qa",
     },
@@ -235,6 +239,18 @@ def test_other_objects_are_refused_with_their_keys_and_a_command():
             pieces(value)
         assert "\n" not in str(caught.value)
     assert read_example({"messages": TALK, "tools": '[{"name": "f"}]'}).tools == [{"name": "f"}]
+
+
+def test_the_examples_of_the_page_are_read_by_the_format_of_their_row():
+    page = (Path(__file__).parents[3] / "docs/data.md").read_text()
+    table = re.findall(r"^\| [^|]+ \| `(\{[^`]+\})` \|", page, re.MULTILINE)
+    assert [pieces(value) for value in map(json.loads, table) if "text" not in value] == [
+        "<user>Hi\n<assistant>[Hello\n.]",
+        "2 + 2 = [4.]",
+        "<user>Hi\n<assistant>[Hello\n.]",
+        "<user>Hi\n<assistant>[Hello\n.]",
+        "<user>Translate.\n\nHallo\n<assistant>[Hello\n.]",
+    ]
 
 
 OBJECTS = [
