@@ -143,7 +143,8 @@ def _enough(lengths: list[int], how: str = "") -> str:
     least, most = min(lengths), max(lengths)
     if least < most:
         return f"--seq-length {least} keeps one of them{how}, {most} all"
-    return f"--seq-length {most} keeps {'all of them' if len(lengths) > 1 else 'it'}{how}"
+    kept = "all of them" if len(lengths) > 1 else "it"
+    return f"--seq-length {most} keeps {kept}{how}"
 
 
 def _check_parts(name: str, parts: list, shares: tuple[float, ...], seq_length: int) -> None:
