@@ -18,7 +18,8 @@ from megazoo.data import (
 )
 from megazoo.data.conversations import as_jinja
 from megazoo.data.fingerprint import positions_in
-from megazoo.data.text_files import first_object, is_loose_json
+from megazoo.data.formats import is_conversation
+from megazoo.data.text_files import first_object, has_objects
 from megazoo.engine.auxiliary import counts_tokens
 from megazoo.environment import is_rank_zero
 from megazoo.models.base import Model
@@ -92,14 +93,14 @@ def take_along_tokenizer(run: Run, model: Model) -> None:
     run.options.data.tokenizer = "byte" if source == "byte" else None
     others = (*TOKENIZER_FILES, *TOKENIZER_SIDECARS, CHAT_TEMPLATE)
     kept = {name: data for name, data in model.sidecar_files.items() if name not in others}
-    template = run.tokenizer.chat_template
-    if trains_conversations(run):
-        template = as_jinja(run.options.data.chat_template, run.tokenizer)
+    template, trained = run.tokenizer.chat_template, run.options.data.chat_template
+    if trained and trains_conversations(run):
+        template = as_jinja(trained, run.tokenizer)
     files = tokenizer_files(source) | ({CHAT_TEMPLATE: template.encode()} if template else {})
     model.sidecar_files = files | kept
 
 
 def trains_conversations(run: Run) -> bool:
-    """Return whether a file of the data has conversations (messages)."""
-    files = (Path(name) for name in files_of_text(run.sources) if is_loose_json(Path(name)))
-    return any("messages" in first_object(file)[1] for file in files)
+    """Return whether a file of the data has conversations, which need a chat template."""
+    files = (Path(name) for name in files_of_text(run.sources) if has_objects(Path(name)))
+    return not run.labels and any(is_conversation(first_object(file)[1]) for file in files)

@@ -334,12 +334,13 @@ class DataOptions:
     """Training data: one source, or alternating weights and sources, such as 0.7 a 0.3 b. A source
     is one of: stdlib, the source of this machine's Python standard library (about 12 MB); the
     prefix of token files PREFIX.bin and PREFIX.idx written by `megazoo preprocess` or Megatron-LM;
-    a JSONL file with text, prompt and completion, or messages in each line; a .txt file with one
-    document per paragraph; a .parquet file, stream:FILES or hf://datasets/..., streamed by the
-    package datasets. The column text of these files is tokenized during training. The tokens of
-    JSONL and .txt files are cached next to them. In prompts with completions, only the completions
-    count in the loss, and in conversations only the assistant messages. A classifier needs JSONL
-    with text, label and optionally text_pair."""
+    a JSONL file, or a .json file that is an array, with text, prompt and completion, messages,
+    conversations (ShareGPT), or instruction and output (Alpaca) in each object; a .parquet file
+    with such columns and no column text; a .txt file with one document per paragraph; a .parquet
+    file with the column text, stream:FILES or hf://datasets/..., streamed by the package datasets
+    and tokenized during training. The tokens of other files are cached next to them. In prompts
+    with completions, only the completions count in the loss, and in conversations only the
+    assistant messages. A classifier needs JSONL with text, label and optionally text_pair."""
     split: str = "95,5"
     """Proportions of the documents for training, validation and, optionally, a test at the end of
     the run."""
@@ -351,11 +352,9 @@ class DataOptions:
     separate_documents: bool = False
     """Do not let documents in one packed sample attend to each other. Positions restart in each
     document."""
-    chat_template: Annotated[Filled[str], unset("TEXT|FILE", "the tokenizer's, or ChatML")] = (
-        TO_FILL
-    )
-    """Chat template: a .jinja file, or the text of one message with {role} and {content}. It is
-    saved with the model."""
+    chat_template: Annotated[str | None, unset("chatml|TEXT|FILE", "the tokenizer's")] = None
+    """Chat template of conversations: chatml, a .jinja file, or the text of one message with {role}
+    and {content}. It is saved with the model. Conversations need one."""
     packing: bool = False
     """Pack several conversations into one sequence; they do not attend to each other. Otherwise
     each conversation is one row, padded to the longest in its batch."""

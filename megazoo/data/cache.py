@@ -7,34 +7,37 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from megazoo.data.conversations import missing_template
 from megazoo.data.encoding import CONVERSATION, Recipe
+from megazoo.data.formats import is_conversation, keys_error, reader_for
 from megazoo.data.indexed import IndexedTokens
 from megazoo.data.labels import LABELLED, Labels
 from megazoo.data.preprocess import preprocess
-from megazoo.data.text_files import first_object, is_loose_json
+from megazoo.data.text_files import first_object, has_objects
 from megazoo.errors import UserError
 from megazoo.files import locked
 from megazoo.terminal import byte_bar
 from megazoo.tokenizer import tokenizer_files
 
 TEXT = ("text",)
+RULES = 2  # of conversations: their version in the names of tokens
 
 
 def cached_tokens(
-    path: Path, tokenizer: str, chat_template: str, labels: Labels | None = None
+    path: Path, tokenizer: str, chat_template: str | None, labels: Labels | None = None
 ) -> list[IndexedTokens]:
     """Return the tokens of a text file; create them at the first call.
 
     The result has one entry per key of the recipe: the tokens of paragraphs or texts; the tokens
     and the loss mask of conversations; or, with labels, the tokens of texts and of paired texts,
-    and the labels. Without labels, the first line of a JSONL file determines the kind.
+    and the labels. Without labels, the first object of a file determines the kind.
 
     The tokens are stored in FILE.tokens, under a name that depends on everything that affects them.
     If several processes of a machine call this at the same time, only one creates the files.
 
     Raises:
-        UserError: A line lacks a key of the first line or a label, or the directory is not
-            writable.
+        UserError: An object lacks the keys of its kind or a label, conversations have no
+            chat_template, or the directory is not writable.
     """
     recipe = _recipe_for(path, tokenizer, chat_template, labels)
     directory = Path(f"{path}.tokens")
@@ -56,19 +59,21 @@ def cached_tokens(
     return [IndexedTokens(file) for file in files]
 
 
-def _recipe_for(path: Path, tokenizer: str, chat_template: str, labels: Labels | None) -> Recipe:
-    """Return the recipe for the tokens of a file; UserError if the first line of a JSONL file has
-    nothing to encode."""
+def _recipe_for(
+    path: Path, tokenizer: str, chat_template: str | None, labels: Labels | None
+) -> Recipe:
+    """Return the recipe for the tokens of a file; UserError if the first object of a file cannot be
+    encoded."""
     if labels:
         return Recipe((str(path),), tokenizer, LABELLED, strict=True, labels=labels)
-    if not is_loose_json(path):
+    if not has_objects(path):
         return Recipe((str(path),), tokenizer, append_eod=True, strict=True, paragraphs=True)
-    line, value = first_object(path)
-    chats = "messages" in value or {"prompt", "completion"} <= value.keys()
+    place, value = first_object(path)
+    chats = reader_for(value) is not None
     if not chats and "text" not in value:
-        raise UserError(
-            f"{path}, line {line}: it needs text, or prompt and completion, or messages"
-        )
+        raise UserError(f"{path}, {place}: {keys_error(value)}")
+    if chat_template is None and is_conversation(value):
+        raise missing_template(tokenizer, f"the conversations of {path}")
     keys, template = (CONVERSATION, chat_template) if chats else (TEXT, None)
     return Recipe(
         (str(path),), tokenizer, keys, append_eod=not chats, strict=True, chat_template=template
@@ -95,6 +100,8 @@ def _name(recipe: Recipe) -> str:
     ):  # omitted if unused, so that names of older files remain valid
         if not settings[name]:
             del settings[name]
+    if recipe.keys == CONVERSATION:
+        settings["rules"] = RULES
     digest = hashlib.blake2b(json.dumps(settings).encode(), digest_size=8)
     for name, data in sorted(tokenizer_files(recipe.tokenizer).items()):
         digest.update(hashlib.blake2b(data, person=name.encode()[:16]).digest())

@@ -1,39 +1,56 @@
 """Tokenize fine-tuning data: prompts with completions, and conversations. Only the answers carry a
-loss."""
+loss. The formats of the data are in `formats`."""
 
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from megazoo.data.formats import Conversation, read_example
 from megazoo.errors import UserError
 from megazoo.files import read_bytes
 from megazoo.tokenizer.base import Tokenizer, as_text
 from megazoo.tokenizer.chat import ANSWERS
 
 ROLE, CONTENT = "{role}", "{content}"
+CHATML_WORD = "chatml"  # the value of --chat-template that selects CHATML
 WRITTEN_AS = re.compile(r"\{# megazoo: (.*?) #\}")  # the text of which `as_jinja` made a template
 CHATML = "<|im_start|>{role}\n{content}<|im_end|>\n"
 
 
-def template_of(given: str | None, tokenizer: Tokenizer) -> str:
+def template_of(given: str | None, tokenizer: Tokenizer) -> str | None:
     """Return the chat template that a setting names.
 
-    It is the content of a .jinja file, or the setting itself. The default is the tokenizer's
-    template, or ChatML without one. UserError if it has no placeholder for messages.
+    It is CHATML for "chatml", the content of a .jinja file, or the setting itself. The default is
+    the tokenizer's template, or None without one. UserError if it has no placeholder for messages.
     """
     if given is None:
-        own = tokenizer.chat_template or CHATML
-        text = WRITTEN_AS.match(own)
+        own = tokenizer.chat_template
+        text = WRITTEN_AS.match(own) if own else None
         return json.loads(text[1]) if text else own
+    if given == CHATML_WORD:
+        return CHATML
     if given.endswith(".jinja"):
         given = as_text(read_bytes(Path(given)))
     if not is_jinja(given) and given.count(CONTENT) != 1:
         raise UserError(
-            f"chat template {given!r} is not valid: use Jinja, or a text that contains "
-            f"{CONTENT} once (and optionally {ROLE})"
+            f"chat template {given!r} is not valid: use Jinja, a text that contains "
+            f"{CONTENT} once (and optionally {ROLE}), or {CHATML_WORD}"
         )
     return given
+
+
+def missing_template(tokenizer: str, needed_for: str) -> UserError:
+    """Return the error for conversations without a chat template.
+
+    Args:
+        tokenizer: source of the tokenizer.
+        needed_for: subject of "need" in the text, such as "the conversations of a.jsonl".
+    """
+    return UserError(
+        f"the tokenizer {tokenizer} has no chat template, which {needed_for} need: pass "
+        f"--chat-template {CHATML_WORD}, a text with {ROLE} and {CONTENT}, or a .jinja file"
+    )
 
 
 def as_jinja(template: str, tokenizer: Tokenizer) -> str:
@@ -68,22 +85,29 @@ def is_jinja(template: str) -> bool:
 
 
 def encode_conversation(
-    tokenizer: Tokenizer, value: dict, template: str
+    tokenizer: Tokenizer, value: dict, template: str | None
 ) -> tuple[list[int], list[int]]:
-    """Return the token ids of an object with `prompt` and `completion`, or with `messages`, and
-    its loss mask: 1 for each id that carries a loss.
+    """Return the token ids of an object in one of the formats of `read_example`, and its loss mask:
+    1 for each id that carries a loss.
 
     The ids are those of the whole text, so that an answer is cut as the tokenizer cuts it there; a
     token that prompt and completion share carries a loss. template: Jinja, which decides how the
     text begins and ends, and which is given the object's `tools`, too; or what a message looks
     like, with {role} and {content}: then the tokenizer's bos goes before the text if it has one,
     the end of a document after it, and what follows the content of an answer carries a loss with
-    it. Only the template's special tokens are tokens; those in messages are refused. Raises
-    ValueError or UserError for what can't be encoded.
+    it. Only prompts with completions can be encoded without a template. Only the template's special
+    tokens are tokens; those in messages are refused. Raises ValueError or UserError for what can't
+    be encoded.
     """
-    chat = "messages" in value
-    whole_text = chat and is_jinja(template)
-    pieces = list(_pieces(tokenizer, value, template) if chat else _completion(value))
+    example = read_example(value)
+    if chat := isinstance(example, Conversation):
+        if template is None:
+            raise missing_template(tokenizer.source, "conversations")
+        whole_text = is_jinja(template)
+        pieces = list(_pieces(tokenizer, example, template))
+    else:
+        whole_text = False
+        pieces = [(example.prompt, False), (example.completion, True)]
     whole = "".join(piece for piece, _ in pieces)
     ids = tokenizer.encode(whole, add_special_tokens=False, parse_special=chat)
     text, loss_mask, last = "", [], 0
@@ -98,7 +122,9 @@ def encode_conversation(
         last = max(last, end)
     if not any(loss_mask):
         raise ValueError(
-            f"nothing to learn: no words of the {ANSWERS}" if chat else "the completion is empty"
+            f"nothing to learn: no words of the {ANSWERS} that carry a loss"
+            if chat
+            else "the completion is empty"
         )
     if whole_text:
         return ids, loss_mask
@@ -106,27 +132,46 @@ def encode_conversation(
     return [*before, *ids, tokenizer.eod], [0] * len(before) + loss_mask + [last_carries_loss]
 
 
-def _pieces(tokenizer: Tokenizer, value: dict, template: str) -> Iterator[tuple[str, bool]]:
+def _pieces(
+    tokenizer: Tokenizer, conversation: Conversation, template: str
+) -> Iterator[tuple[str, bool]]:
     """Yield the pieces of the conversation's text, and whether they carry a loss."""
-    messages = value["messages"]
-    if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
-        raise ValueError("messages is not a list of objects")
+    messages, trained, tools = conversation
     _check_words(tokenizer, messages, plain=not is_jinja(template))
     if is_jinja(template):
-        tools = value.get("tools")
-        text, spans = tokenizer.answers_in(messages, chat_template=template, tools=tools)
+        given = None if template == tokenizer.chat_template else template
+        text, spans = tokenizer.answers_in(messages, chat_template=given, tools=tools)
         done = 0
-        for start, end in spans:
+        for (start, end), carries_loss in zip(
+            spans, _of_spans(spans, messages, trained), strict=True
+        ):
             yield text[done:start], False
-            yield text[start:end], True
+            yield text[start:end], carries_loss
             done = end
         yield text[done:], False
         return
     before, after = template.split(CONTENT)
-    for message in messages:
+    for message, carries_loss in zip(messages, trained, strict=True):
         role, content = message["role"], message["content"]
         yield before.replace(ROLE, role), False
-        yield content + after.replace(ROLE, role), role == ANSWERS
+        yield content + after.replace(ROLE, role), carries_loss and role == ANSWERS
+
+
+def _of_spans(spans: list, messages: list[dict], trained: list[bool]) -> list[bool]:
+    """Return for each span of answers in a text whether it carries a loss."""
+    answers = [
+        carries_loss
+        for message, carries_loss in zip(messages, trained, strict=True)
+        if message["role"] == ANSWERS
+    ]
+    if all(answers):
+        return [True] * len(spans)
+    if len(answers) != len(spans):
+        raise ValueError(
+            f"the chat template has {len(spans)} texts to train on for {len(answers)} messages of "
+            f"the {ANSWERS}: to remove the loss of some messages, it needs one text per message"
+        )
+    return answers
 
 
 def _check_words(tokenizer: Tokenizer, messages: list[dict], *, plain: bool) -> None:
@@ -148,14 +193,6 @@ def _texts_in(value) -> Iterator[str]:
     elif isinstance(value, dict | list):
         for each in value.values() if isinstance(value, dict) else value:
             yield from _texts_in(each)
-
-
-def _completion(value: dict) -> Iterator[tuple[str, bool]]:
-    """Yield the prompt and the completion, and whether they carry a loss."""
-    for key in ("prompt", "completion"):
-        if not isinstance(value.get(key), str):
-            raise ValueError(f"no text under {key!r}")
-        yield value[key], key == "completion"
 
 
 def _common(a: list[int], b: list[int]) -> int:

@@ -15,14 +15,20 @@ from megazoo.data.corpus import standard_library
 from megazoo.data.indexed import IndexedTokens
 from megazoo.data.labels import Labels
 from megazoo.data.order import Blend, shares_of
-from megazoo.data.samples import Conversations, LabelledTexts, MockDataset, PackedDataset
+from megazoo.data.samples import (
+    Conversations,
+    LabelledTexts,
+    MockDataset,
+    PackedDataset,
+    Vocabulary,
+)
 from megazoo.data.streaming import (
     Position,
     StreamedTexts,
     TextStream,
     check_stream,
 )
-from megazoo.data.text_files import is_loose_json, is_streamed, is_text
+from megazoo.data.text_files import has_objects, is_streamed, is_text
 from megazoo.errors import UserError
 from megazoo.tokenizer import Tokenizer
 
@@ -62,11 +68,11 @@ def open_datasets(
 ) -> Parts:
     """Open the sources and return the blends of a run.
 
-    A source is "stdlib"; "mock", random tokens; the prefix of token files; a JSONL file of texts or
-    conversations, or a .txt file of paragraphs, whose tokens are cached next to it; or streamed
-    files: see `StreamedTexts`. The first documents are for training, the last for the test. Those
-    of stdlib are assigned at random, the same in every run; those of a stream alternate. Only
-    training data is shuffled.
+    A source is "stdlib"; "mock", random tokens; the prefix of token files; a JSONL or JSON file of
+    texts or conversations, a .parquet file of conversations, or a .txt file of paragraphs, whose
+    tokens are cached next to it; or streamed files: see `StreamedTexts`. The first documents are
+    for training, the last for the test. Those of stdlib are assigned at random, the same in every
+    run; those of a stream alternate. Only training data is shuffled.
     vocab_size: the model's. labels: of a classifier's data, which is JSONL with them, or "mock".
     positions: where training goes on in each streamed source, as `Blend.positions` says.
     report: is told what is cut, and of text how many documents it is. The other arguments are as
@@ -78,7 +84,9 @@ def open_datasets(
     datasets = [
         _open_labelled(name, tokenizer, sources.shares, seq_length, vocab_size, labels)
         if labels
-        else _open_streamed(name, tokenizer, sources.shares, seq_length, seed, eod, position)
+        else _open_streamed(
+            name, tokenizer, sources.shares, seq_length, vocab_size, seed, eod, position
+        )
         if is_streamed(name)
         else _open(
             name, tokenizer, sources.shares, seq_length, vocab_size, eod, chat_template, packing
@@ -89,7 +97,7 @@ def open_datasets(
     ]
     for name, parts in zip(sources.names, datasets, strict=True):
         _tell_cuts(name, parts, seq_length, report)
-        if not labels and is_text(Path(name)) and not is_loose_json(Path(name)):
+        if not labels and is_text(Path(name)) and not has_objects(Path(name)):
             (tokens,) = cached_tokens(Path(name), tokenizer.source, chat_template)
             count = len(tokens.documents) - 1
             what = f"{count:,} documents, a paragraph each" if count > 1 else "one document"
@@ -111,21 +119,45 @@ def open_datasets(
 def _tell_cuts(name: str, parts: list, seq_length: int, report: Callable[[str], None]) -> None:
     """Report how many conversations, or rows of a classifier, of a source are truncated."""
     cut = sum(getattr(part, "cut", 0) for part in parts)
-    left_out = sum(getattr(part, "left_out", 0) for part in parts)
     if not cut:
         return
-    rest = f"; {left_out:,} of them are skipped, because no tokens with a loss remain"
     kind = "rows" if isinstance(parts[0], LabelledTexts) else "conversations"
-    report(
-        f"{name}: {cut:,} {kind} are longer than --seq-length {seq_length} and are "
-        f"truncated{rest if left_out else ''}"
-    )
+    line = f"{name}: {cut:,} {kind} are longer than --seq-length {seq_length} and are truncated"
+    complete = [length for part in parts for length in getattr(part, "complete", ())]
+    needed = [length for part in parts for length in getattr(part, "needed", ())]
+    if complete:
+        line += f": {_enough(complete, ' complete')}"
+    if needed:
+        line += (
+            f"; {len(needed):,} of them are skipped, because no tokens with a loss remain: "
+            f"{_enough(needed)}"
+        )
+    report(line)
+
+
+def _enough(lengths: list[int], how: str = "") -> str:
+    """Return the shortest --seq-length that keeps one conversation, and the one that keeps all.
+
+    lengths: the length that each needs. how: how they are kept.
+    """
+    least, most = min(lengths), max(lengths)
+    if least < most:
+        return f"--seq-length {least} keeps one of them{how}, {most} all"
+    kept = "all of them" if len(lengths) > 1 else "it"
+    return f"--seq-length {most} keeps {kept}{how}"
 
 
 def _check_parts(name: str, parts: list, shares: tuple[float, ...], seq_length: int) -> None:
     """Raise UserError if the split leaves a part of a source without a sample."""
     for kind, part, share in zip(PARTS, parts, shares, strict=True):
         if share and not len(part):
+            if needed := getattr(part, "needed", None):
+                of_kind = "" if kind == "training" else f"{kind} "
+                raise UserError(
+                    f"{name}: all {len(needed):,} {of_kind}conversations are longer than "
+                    f"--seq-length {seq_length} before their first answer. The shortest length "
+                    f"that keeps one is {needed[0]}: use --seq-length {needed[0]} or more"
+                )
             split = ",".join(f"{share:.4g}" for share in shares)
             hint = ": use more documents"
             if kind != "training":
@@ -136,7 +168,10 @@ def _check_parts(name: str, parts: list, shares: tuple[float, ...], seq_length: 
 
 
 def prepare_datasets(
-    sources: Sources, tokenizer: Tokenizer, chat_template: str, labels: Labels | None = None
+    sources: Sources,
+    tokenizer: Tokenizer,
+    chat_template: str | None,
+    labels: Labels | None = None,
 ) -> None:
     """Tokenize text files and cache the tokens next to them, and open streamed sources once to find
     errors early. Tokenizing may take long the first time."""
@@ -152,7 +187,7 @@ def needs_preparation(sources: Sources) -> bool:
 
 
 def files_of_text(sources: Sources) -> list[str]:
-    """Return the JSONL and plain text files among the sources."""
+    """Return the sources whose tokens are cached: files of objects and plain text."""
     return [name for name in sources.names if is_text(Path(name))]
 
 
@@ -201,7 +236,7 @@ def check_data(data: Sequence[str], split: str) -> Sources:
         if not built_in and not os.path.isfile(f"{name}.idx") and not is_text(Path(name)):
             raise UserError(
                 f"--data {name!r} is not found, or not supported: use stdlib, the prefix of "
-                "token files (PREFIX.bin and PREFIX.idx), a .jsonl or .txt file, a .parquet "
+                "token files (PREFIX.bin and PREFIX.idx), a .jsonl, .json or .txt file, a .parquet "
                 "file, or stream:FILES. `megazoo preprocess` tokenizes other text"
             )
     training, validation, test = (share / sum(shares) for share in (*shares, 0.0)[:3])
@@ -215,7 +250,7 @@ def _open(
     seq_length: int,
     vocab_size: int,
     eod: int | None,
-    chat_template: str,
+    chat_template: str | None,
     packing: bool,
 ) -> list[PackedDataset | Conversations | MockDataset]:
     """Open a source and return its training, validation and test part."""
@@ -228,7 +263,10 @@ def _open(
             sorted(order[first:last]) for first, last in pairwise(_cuts(len(documents), shares))
         )
         streams = (_stream([documents[i] for i in part], tokenizer) for part in parts)
-        return [PackedDataset(stream, seq_length, eod) for stream in streams]
+        return [
+            PackedDataset(stream, seq_length, eod, vocab_size, name, tokenizer=tokenizer)
+            for stream in streams
+        ]
     if is_text(Path(name)):
         tokens, *loss_mask = cached_tokens(Path(name), tokenizer.source, chat_template)
     else:
@@ -239,11 +277,20 @@ def _open(
     cuts = list(pairwise(_cuts(len(tokens.documents) - 1, shares)))
     if loss_mask:
         return [
-            Conversations(tokens, loss_mask[0], first, last, seq_length, packing)
+            Conversations(
+                tokens,
+                loss_mask[0],
+                first,
+                last,
+                seq_length,
+                packing,
+                Vocabulary(vocab_size, tokenizer),
+                name,
+            )
             for first, last in cuts
         ]
     return [
-        PackedDataset(stream, seq_length, eod, vocab_size, str(tokens.bin), stream.start)
+        PackedDataset(stream, seq_length, eod, vocab_size, str(tokens.bin), stream.start, tokenizer)
         for stream in (tokens.stream(*cut) for cut in cuts)
     ]
 
@@ -253,6 +300,7 @@ def _open_streamed(
     tokenizer: Tokenizer,
     shares: tuple[float, ...],
     seq_length: int,
+    vocab_size: int,
     seed: int,
     eod: int | None,
     position: dict | None,
@@ -271,6 +319,7 @@ def _open_streamed(
             seed=None if number else seed,
             eod=eod,
             position=Position.of(position) if position and not number else None,
+            vocab_size=vocab_size,
         )
         if share
         else None
@@ -292,9 +341,11 @@ def _open_labelled(
     tokens, pair, label = cached_tokens(Path(name), tokenizer.source, "", labels)
     if not len(tokens):
         raise UserError(f"{name} has no rows")
-    before = len(tokenizer.before)
+    before, vocabulary = len(tokenizer.before), Vocabulary(vocab_size, tokenizer)
     return [
-        LabelledTexts(tokens, pair, label, first, last, seq_length, labels, before)
+        LabelledTexts(
+            tokens, pair, label, first, last, seq_length, labels, before, vocabulary, name
+        )
         for first, last in pairwise(_cuts(len(tokens), shares))
     ]
 

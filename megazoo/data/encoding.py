@@ -17,8 +17,9 @@ from typing import NamedTuple
 import numpy as np
 
 from megazoo.data.conversations import encode_conversation
+from megazoo.data.formats import keys_of
 from megazoo.data.labels import Labels, encode_texts
-from megazoo.data.text_files import Chunk, is_loose_json, object_of_line
+from megazoo.data.text_files import Chunk, has_objects, object_of_line
 from megazoo.errors import UserError
 from megazoo.tokenizer import Tokenizer, open_tokenizer
 
@@ -33,11 +34,11 @@ class Recipe:
     Attributes:
         inputs: input files, in order.
         tokenizer: name or path of the tokenizer, for `open_tokenizer`.
-        keys: keys of the JSON objects. The texts of each key are written to separate files.
+        keys: keys of the JSON objects. The texts of each key are written to separate files. With
+            CONVERSATION, the objects are fine-tuning data (see `encode_conversation`).
         append_eod: append the tokenizer's end-of-document token to each document.
         strict: raise an error for a line without text.
-        chat_template: if set, the lines are conversations (see `encode_conversation`) and keys is
-            CONVERSATION.
+        chat_template: template of conversations, or None.
         labels: if set, the lines are rows of a classifier (see `encode_texts`) and keys is
             LABELLED. The float64 numbers of a label are written as tokens of the same total size in
             bytes.
@@ -112,9 +113,10 @@ class Encoder:
 
     def _encode_document(self, text: bytes, json_line: bool) -> list[np.ndarray]:
         """Return the tokens of each key of the recipe. Errors of JSON and tokenizers propagate."""
-        keys, template = self.recipe.keys, self.recipe.chat_template
-        if template is not None:
-            pair = encode_conversation(self.tokenizer, object_of_line(text), template)
+        keys = self.recipe.keys
+        if keys == CONVERSATION:
+            value, template = object_of_line(text), self.recipe.chat_template
+            pair = encode_conversation(self.tokenizer, value, template)
             return [np.array(part, self.dtype) for part in pair]
         if self.recipe.labels:
             return self._encode_labelled(object_of_line(text), self.recipe.labels)
@@ -136,7 +138,7 @@ def _texts(line: bytes, keys: tuple[str, ...]) -> list[str]:
     value = object_of_line(line)
     for key in keys:
         if not isinstance(value.get(key), str):
-            raise ValueError(f"no text under {key!r}")
+            raise ValueError(f"no text under {key!r}; {keys_of(value)}")
     return [value[key] for key in keys]
 
 
@@ -170,7 +172,7 @@ def encoding_workers(recipe: Recipe, dtype: np.dtype, count: int) -> Iterator[Ca
 def _encode_here(encoder: Encoder) -> Callable:
     def encode(chunks: Iterator[Chunk]) -> Iterator[tuple[Chunk, Encoded]]:
         for chunk in chunks:
-            json_lines = is_loose_json(Path(encoder.recipe.inputs[chunk.file]))
+            json_lines = has_objects(Path(encoder.recipe.inputs[chunk.file]))
             yield chunk, encoder.encode(chunk.data, chunk.line, json_lines)
 
     return encode
@@ -180,7 +182,7 @@ def _encode_in(pool: ProcessPoolExecutor, recipe: Recipe, most_waiting: int) -> 
     def encode(chunks: Iterator[Chunk]) -> Iterator[tuple[Chunk, Encoded]]:
         waiting: deque = deque()
         for chunk in chunks:
-            json_lines = is_loose_json(Path(recipe.inputs[chunk.file]))
+            json_lines = has_objects(Path(recipe.inputs[chunk.file]))
             future = pool.submit(_encode_in_worker, chunk.data, chunk.line, json_lines)
             waiting.append((chunk._replace(data=b""), future))
             if len(waiting) > most_waiting:

@@ -38,7 +38,10 @@ class Fingerprint:
 
 
 def fingerprints(
-    names: Iterable[str], tokenizer: str, chat_template: str, labels: Labels | None = None
+    names: Iterable[str],
+    tokenizer: str,
+    chat_template: str | None,
+    labels: Labels | None = None,
 ) -> list[dict]:
     """Return the fingerprint of each source as a dictionary for JSON.
 
@@ -52,7 +55,7 @@ def fingerprints(
 
 
 def _fingerprint(
-    name: str, tokenizer: str, chat_template: str, labels: Labels | None
+    name: str, tokenizer: str, chat_template: str | None, labels: Labels | None
 ) -> Fingerprint:
     if name == "mock":
         return Fingerprint(name)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from megazoo.data.text_files import first_object, is_loose_json, is_streamed
+from megazoo.data.text_files import first_object, has_objects, is_streamed
 from megazoo.errors import UserError
 from megazoo.tokenizer import Tokenizer
 
@@ -115,11 +115,11 @@ def labels_in(names: Sequence[str], num_labels: int, problem: str | None) -> Lab
     for name in names:
         if name == "mock":
             continue
-        if is_streamed(name) or not is_loose_json(Path(name)):
+        if is_streamed(name) or not has_objects(Path(name)):
             raise UserError(f"data {name}: {wanted}")
-        line, value = first_object(Path(name))
+        place, value = first_object(Path(name))
         if not {"text", "label"} <= value.keys():
-            raise UserError(f"{name}, line {line}: {wanted}")
+            raise UserError(f"{name}, {place}: {wanted}")
         firsts.append(value["label"])
     return labels_of(num_labels, problem, firsts[0] if firsts else None)
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from megazoo.data.encoding import Encoded, Recipe, encoding_workers
 from megazoo.data.indexed import dtype_for, write_index
-from megazoo.data.text_files import Chunk, is_loose_json, read_chunks
+from megazoo.data.text_files import Chunk, has_objects, read_chunks
 from megazoo.errors import UserError
 from megazoo.files import json_object, open_own, regular_file
 from megazoo.tokenizer import open_tokenizer
@@ -133,7 +133,7 @@ def preprocess(
 def _tell_bad_lines(recipe: Recipe, chunk: Chunk, encoded: Encoded, report: Callable) -> None:
     """Report the lines of a chunk without text; UserError for the first if the recipe is strict."""
     path = recipe.inputs[chunk.file]
-    unit = "paragraph" if recipe.paragraphs and not is_loose_json(Path(path)) else "line"
+    unit = "paragraph" if recipe.paragraphs and not has_objects(Path(path)) else chunk.unit
     for line, reason in encoded.bad:
         told = f"{path}, {unit} {line}: {reason}"
         if recipe.strict:

@@ -2,16 +2,19 @@
 
 from bisect import bisect_left, insort
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import numpy as np
 
 from megazoo.data.indexed import IndexedTokens, Stream
 from megazoo.data.labels import Labels, kept_tokens
 from megazoo.errors import UserError
+from megazoo.files import brief
 from megazoo.layers.cross_entropy import IGNORE_INDEX
 from megazoo.parallel.random import derive_seed
+from megazoo.tokenizer import Tokenizer
 
 
 class Sample(NamedTuple):
@@ -52,6 +55,44 @@ def sample_of(tokens: np.ndarray, eod: int | None = None) -> Sample:
     return Sample(tokens[:-1], tokens[1:], documents)
 
 
+class Vocabulary(NamedTuple):
+    """The tokens that a model has rows for.
+
+    A tokenizer can have more tokens: those that do not occur in the data need no rows.
+
+    Attributes:
+        size: number of rows; None if tokens are not checked.
+        tokenizer: tokenizer of the data, whose texts errors print; None if unknown.
+    """
+
+    size: int | None = None
+    tokenizer: Tokenizer | None = None
+
+    def check(self, ids: np.ndarray, name: str, place: Callable[[tuple[int, ...]], str]) -> None:
+        """Raise UserError for the first token outside the vocabulary.
+
+        Args:
+            ids: int64, any shape.
+            name: file of the tokens.
+            place: returns the place of an index of ids in the file, such as "at position 3".
+        """
+        # As unsigned integers, negative numbers are large.
+        if self.size is None or not ids.size or ids.view(np.uint64).max() < self.size:
+            return
+        index = tuple(np.argwhere((ids < 0) | (ids >= self.size))[0].tolist())
+        token, tokenizer, text = int(ids[index]), self.tokenizer, ""
+        if tokenizer is not None and 0 <= token < tokenizer.vocab_size:
+            text = f"; its text is {brief(tokenizer.decode([token]))}"
+        raise UserError(
+            f"{name}: token {token} {place(index)} is outside the vocabulary of {self.size}, the "
+            f"number of rows of the model{text}",
+            exit_code=1,
+        )
+
+
+UNCHECKED = Vocabulary()
+
+
 @dataclass(frozen=True)
 class PackedDataset:
     """Concatenated documents, split into samples of seq_length + 1 tokens. Consecutive samples
@@ -63,6 +104,7 @@ class PackedDataset:
         eod: token that ends a document, if tokens must not attend to other documents.
         vocab_size: size of the vocabulary. Tokens outside it raise UserError.
         name, first: file of the tokens and place of the first token in it, for the error message.
+        tokenizer: tokenizer of the documents, for the error message.
     """
 
     tokens: np.ndarray | Stream
@@ -71,6 +113,7 @@ class PackedDataset:
     vocab_size: int | None = None
     name: str = "the tokens"
     first: int = 0
+    tokenizer: Tokenizer | None = None
 
     def __len__(self) -> int:
         return max(0, (len(self.tokens) - 1) // self.seq_length)
@@ -90,20 +133,12 @@ class PackedDataset:
         rows = np.empty((len(parts), length), np.int64)
         for row, part in zip(rows, parts, strict=True):
             row[:] = part
-        # As unsigned integers, negative numbers are large.
-        if self.vocab_size is not None and rows.view(np.uint64).max() >= self.vocab_size:
-            self._refuse(rows, starts)
-        return [sample_of(row, self.eod) for row in rows]
-
-    def _refuse(self, rows: np.ndarray, starts: np.ndarray) -> NoReturn:
-        """Raise UserError for the first token outside the vocabulary."""
-        number, place = np.argwhere((rows < 0) | (rows >= self.vocab_size))[0].tolist()
-        raise UserError(
-            f"{self.name}: token {rows[number, place]} at position "
-            f"{self.first + int(starts[number]) + place:,} is outside the vocabulary of "
-            f"{self.vocab_size}",
-            exit_code=1,
+        Vocabulary(self.vocab_size, self.tokenizer).check(
+            rows,
+            self.name,
+            lambda at: f"at position {self.first + int(starts[at[0]]) + at[1]:,}",
         )
+        return [sample_of(row, self.eod) for row in rows]
 
     def tokens_of(self, index: int) -> int:
         """Return the number of a sample's tokens."""
@@ -143,9 +178,19 @@ class Conversations:
         tokens: the ids of each conversation.
         loss_mask: for each id, whether it contributes to the loss.
         first, last: range of conversations to use; last is exclusive.
-        seq_length: longer conversations are truncated to this number of tokens. A truncated
+        seq_length: longer conversations are truncated to this number of tokens. The target of the
+            last token is the token that follows in the conversation, never an end. A truncated
             conversation without any token for the loss is dropped.
         packing: pack as many conversations as fit into each sample.
+        vocabulary: tokens that the model has rows for.
+        name: file of the conversations, for the error message.
+
+    Attributes:
+        cut: number of truncated conversations, including dropped ones.
+        left_out: number of dropped conversations.
+        needed: the numbers of input tokens that dropped conversations need for their first target
+            with a loss, ascending.
+        complete: the numbers of input tokens of the truncated conversations, ascending.
     """
 
     def __init__(
@@ -156,17 +201,20 @@ class Conversations:
         last: int,
         seq_length: int,
         packing: bool,
+        vocabulary: Vocabulary = UNCHECKED,
+        name: str = "the conversations",
     ):
         self.tokens, self.loss_mask = tokens, loss_mask
+        self.vocabulary, self.name = vocabulary, name
         # The last token is only a target.
         lengths = tokens.lengths[first:last].astype(np.int64) - 1
         cut = np.flatnonzero(lengths > seq_length)
-        empty = [
-            number
-            for number in cut.tolist()
-            if not loss_mask[first + number][1 : seq_length + 1].any()
-        ]
+        # By conversation: the number of input tokens up to its first target with a loss.
+        places = {n: np.flatnonzero(loss_mask[first + n][1:])[:1] + 1 for n in cut.tolist()}
+        empty = [n for n, place in places.items() if not (place <= seq_length).any()]
         self.cut, self.left_out = len(cut), len(empty)
+        self.needed = sorted(int(place) for n in empty for place in places[n])
+        self.complete = sorted(lengths[cut].tolist())
         self.numbers = np.delete(np.arange(first, last), empty)
         self.lengths = np.delete(np.minimum(lengths, seq_length), empty)
         self.bins = best_fit(self.lengths, seq_length) if packing else None
@@ -191,6 +239,7 @@ class Conversations:
         length = self.lengths[number]
         place = self.numbers[number]
         ids = self.tokens[place][: length + 1].astype(np.int64)
+        self.vocabulary.check(ids, self.name, lambda _: f"in conversation {place + 1:,}")
         loss_mask = self.loss_mask[place][: length + 1]
         return ids[:-1], np.where(loss_mask[1:], ids[1:], IGNORE_INDEX)
 
@@ -204,6 +253,8 @@ class LabelledTexts:
         seq_length: longer rows are truncated to this number of tokens: see `kept_tokens`.
         labels: format of the labels.
         before: number of ids that the tokenizer puts before a text.
+        vocabulary: tokens that the model has rows for.
+        name: file of the rows, for the error message.
     """
 
     def __init__(
@@ -216,7 +267,10 @@ class LabelledTexts:
         seq_length: int,
         labels: Labels,
         before: int,
+        vocabulary: Vocabulary = UNCHECKED,
+        name: str = "the rows",
     ):
+        self.vocabulary, self.name = vocabulary, name
         self.tokens, self.pair, self.first, self.labels = tokens, pair, first, labels
         self.numbers = label.tokens.view("<f8").reshape(-1, labels.width)
         one, two = (part.lengths[first:last].astype(np.int64) for part in (tokens, pair))
@@ -234,7 +288,9 @@ class LabelledTexts:
             for source, kept in zip((self.tokens, self.pair), self.kept, strict=True)
         ]
         label = self.labels.typed(self.numbers[place])
-        return LabelledRow(np.concatenate(parts).astype(np.int64), label)
+        ids = np.concatenate(parts).astype(np.int64)
+        self.vocabulary.check(ids, self.name, lambda _: f"in row {place + 1:,}")
+        return LabelledRow(ids, label)
 
     def tokens_of(self, index: int) -> int:
         """Return the number of a row's tokens, without padding."""

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from megazoo.data.formats import reader_for
 from megazoo.data.order import interleaved, shares_of, shuffled
-from megazoo.data.samples import Sample, sample_of
+from megazoo.data.samples import Sample, Vocabulary, sample_of
 from megazoo.data.text_files import builder_of_stream, files_of_stream
 from megazoo.errors import UserError
 from megazoo.files import brief
@@ -150,8 +151,11 @@ class TextStream:
         """Raise UserError if the documents have no text column."""
         if COLUMN not in columns:
             found = ", ".join(map(str, list(columns)[:20])) or "none"
+            hint = ""
+            if reader_for(columns):
+                hint = "; conversations cannot be streamed: pass each file to --data by its name"
             raise UserError(
-                f"data {self.name!r} has no column {COLUMN!r}; its columns are: {found}"
+                f"data {self.name!r} has no column {COLUMN!r}; its columns are: {found}{hint}"
             )
 
     def _unreadable(self, error: Exception) -> UserError:
@@ -178,6 +182,7 @@ class StreamedTexts:
             order.
         eod: token that ends a document, if tokens must not attend to other documents.
         position: position at which a resumed run starts.
+        vocab_size: number of rows of the model. Tokens outside it raise UserError.
     """
 
     def __init__(
@@ -191,8 +196,10 @@ class StreamedTexts:
         seed: int | None = None,
         eod: int | None = None,
         position: Position | None = None,
+        vocab_size: int | None = None,
     ):
         self.name, self.tokenizer, self.seq_length = name, tokenizer, seq_length
+        self.vocabulary = Vocabulary(vocab_size, tokenizer)
         self.shares, self.part, self.seed, self.eod = shares_of(shares), part, seed, eod
         largest = max(1, BLOCK_TOKENS // seq_length)
         self.block = largest if seed is not None else min(READ_TOGETHER, largest)  # samples
@@ -293,11 +300,19 @@ class StreamedTexts:
                 # Names of special tokens in a document are encoded as ordinary text.
                 ids = self.tokenizer.encode_to_numpy(text, parse_special=False)
                 tokens = np.concatenate([ids.astype(dtype, copy=False), end])
+                self._check(tokens, position.document)
                 yield replace(position, tokens=skip), tokens[skip:]
                 skip = 0
             if not found:
                 raise UserError(f"data {self.name!r} has no documents for this part of --split")
             found = False
+
+    def _check(self, tokens: np.ndarray, document: int) -> None:
+        """Raise UserError for a token of a document that the model has no row for."""
+        size = self.vocabulary.size
+        if size is not None and size < self.tokenizer.vocab_size:
+            place = f"in document {document + 1:,}"
+            self.vocabulary.check(tokens.astype(np.int64), self.name, lambda _: place)
 
     def _part_of(self, document: int) -> int:
         """Return the part to which a document is assigned."""

@@ -1,32 +1,41 @@
-"""Read text files in chunks: JSONL in complete lines, other files as a whole. They may be
-compressed. Streamed files are only named here."""
+"""Read text files in chunks: JSONL in complete lines, JSON arrays and .parquet as lines of JSONL,
+other files as a whole. They may be compressed. Streamed files are only named here."""
 
 import glob
 import gzip
 import io
 import json
 import os
+import re
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from megazoo.data.formats import reader_for
 from megazoo.errors import UserError
 from megazoo.files import check_whole, without_mark
 
-LOOSE_JSON = (".jsonl", ".json", ".ndjson")  # one object per line; any other file is one document
+LOOSE_JSON = (".jsonl", ".json", ".ndjson")  # one object per line, or .json: one array of objects
+PARQUET = ".parquet"
+ROWS = 1024  # of a .parquet file that are read together
+LINE, ITEM, ROW = "line", "item", "row"  # the units of files with objects
+BLANK = re.compile(r"[ \t\n\r]*")  # between the values of JSON
 PLAIN_TEXT = (".txt",)  # training reads these and JSONL
 STREAM = "stream:"  # prefix of a streamed source
 COMPRESSED = (".gz", ".zst")
 
 
 class Chunk(NamedTuple):
-    """Complete lines of a JSONL file, or another complete file.
+    """Complete lines of a JSONL file, the items of an array or the rows of .parquet as such lines,
+    or another complete file.
 
     file: index among the inputs. line: number of the first line of the chunk. next_line, end:
-    number of the next line, and its offset in the decompressed file, in bytes. read: number of
-    bytes read from the file on disk.
+    number of the next line, and its offset in the decompressed file, in bytes; for items and rows,
+    the offset is a number of items or rows. read: number of bytes read from the file on disk. unit:
+    LINE, ITEM or ROW.
     """
 
     file: int
@@ -35,6 +44,7 @@ class Chunk(NamedTuple):
     end: int
     data: bytes
     read: int
+    unit: str = LINE
 
 
 def read_chunks(
@@ -42,7 +52,7 @@ def read_chunks(
 ) -> Iterator[Chunk]:
     """Yield the chunks of the inputs in order, each of `size` bytes plus the rest of its last line.
 
-    Reading starts in file number `file` at byte `offset`, the start of line number `line`.
+    Reading starts in file number `file` at `offset`, where line number `line` starts: see `Chunk`.
     """
     for number in range(file, len(inputs)):
         begin = (offset, line) if number == file else (0, 0)
@@ -54,13 +64,17 @@ def read_chunks(
 
 
 def _chunks_of(path: Path, number: int, offset: int, line: int, size: int) -> Iterator[Chunk]:
+    unit = _unit_of(path)
+    if unit != LINE:
+        yield from _chunks_of_values(path, number, offset, size, unit)
+        return
     with _opened(path) as (raw, file):
         if file.seekable():
             file.seek(offset)
         else:
             for start in range(0, offset, size):
                 file.read(min(size, offset - start))
-        if not is_loose_json(path):
+        if not has_objects(path):
             if data := file.read():
                 yield Chunk(number, 1, 1, len(data), without_mark(data), raw.tell())
             return
@@ -73,16 +87,136 @@ def _chunks_of(path: Path, number: int, offset: int, line: int, size: int) -> It
             line, before = after, raw.tell()
 
 
-def is_loose_json(path: Path) -> bool:
-    """Return whether the name of a file is that of a JSONL file."""
-    return _kind_of(path) in LOOSE_JSON
+def _chunks_of_values(
+    path: Path, number: int, offset: int, size: int, unit: str
+) -> Iterator[Chunk]:
+    """Yield the chunks of a file of items or rows, from number `offset` of them."""
+    read = os.path.getsize(path)
+    values = islice(_values_of(path, unit), offset, None)
+    for first in values:
+        lines = [json.dumps(first, default=str).encode()]
+        held = len(lines[0])
+        while held < size and (value := next(values, None)) is not None:
+            lines.append(json.dumps(value, default=str).encode())
+            held += len(lines[-1])
+        start, offset = offset, offset + len(lines)
+        yield Chunk(number, start + 1, offset + 1, offset, b"\n".join(lines), read, unit)
+        read = 0
+
+
+def _values_of(path: Path, unit: str) -> Iterator[Any]:
+    """Yield the values of a file of items or rows."""
+    if unit == ROW:
+        yield from _rows_of(path)
+        return
+    with _opened(path) as (_, file):
+        data = without_mark(file.read())
+    try:
+        yield from _values_in(data.decode())
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}, line {error.lineno}: {error.msg}", exit_code=1) from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: {error}", exit_code=1) from error
+
+
+def _values_in(text: str) -> Iterator[Any]:
+    """Yield the items of a JSON array, or consecutive JSON values; JSONDecodeError for other
+    text."""
+    decode, place = json.JSONDecoder().raw_decode, _after_blanks(text, 0)
+    in_array = text[place : place + 1] == "["
+    if in_array:
+        place = _after_blanks(text, place + 1)
+        if text[place : place + 1] == "]":
+            in_array, place = False, _check_end(text, place + 1)
+    while in_array or place < len(text):
+        value, place = decode(text, place)
+        yield value
+        place = _after_blanks(text, place)
+        if not in_array:
+            continue
+        if text[place : place + 1] == "]":
+            in_array, place = False, _check_end(text, place + 1)
+        elif text[place : place + 1] == ",":
+            place = _after_blanks(text, place + 1)
+        else:
+            raise json.JSONDecodeError("Expecting ',' delimiter", text, place)
+
+
+def _after_blanks(text: str, place: int) -> int:
+    blanks = BLANK.match(text, place)
+    return blanks.end() if blanks else place
+
+
+def _check_end(text: str, place: int) -> int:
+    """Return the end of the text; JSONDecodeError if more than blanks is left."""
+    place = _after_blanks(text, place)
+    if place < len(text):
+        raise json.JSONDecodeError("Extra data", text, place)
+    return place
+
+
+def _rows_of(path: Path) -> Iterator[dict]:
+    """Yield the rows of a .parquet file, without the keys that are null."""
+    try:
+        from pyarrow import parquet
+    except ImportError:
+        raise UserError(f"{path}: to read .parquet, install pyarrow") from None
+    try:
+        for rows in parquet.ParquetFile(regular_file(path)).iter_batches(ROWS):
+            yield from map(_without_null, rows.to_pylist())
+    except ValueError as error:  # of pyarrow
+        raise UserError(f"{path} can't be read: {error}", exit_code=1) from error
+
+
+def _without_null(value: Any) -> Any:
+    """Return a value without the keys that are null: all rows of a column have the same keys."""
+    if isinstance(value, dict):
+        return {key: _without_null(part) for key, part in value.items() if part is not None}
+    return [_without_null(part) for part in value] if isinstance(value, list) else value
+
+
+def _unit_of(path: Path) -> str:
+    """Return ROW for a .parquet file, ITEM for a .json file that is an array or whose first line is
+    the beginning of an object, and LINE for other files."""
+    if _is_parquet(path):
+        return ROW
+    if _kind_of(path) != ".json":
+        return LINE
+    with _opened(path) as (_, file):
+        lines = (line.strip() for line in iter(file.readline, b""))
+        first = without_mark(next(filter(None, lines), b""))
+    if first.startswith(b"["):
+        return ITEM
+    try:
+        json.loads(first)
+    except json.JSONDecodeError as error:
+        if first.startswith(b"{") and error.pos >= len(error.doc):
+            return ITEM
+    except (ValueError, RecursionError):
+        pass  # an error of this line
+    return LINE
+
+
+def _is_parquet(path: Path) -> bool:
+    return path.suffix.lower() == PARQUET
+
+
+def has_objects(path: Path) -> bool:
+    """Return whether the name of a file is that of a file of objects: JSONL, JSON or .parquet."""
+    return _kind_of(path) in LOOSE_JSON or _is_parquet(path)
 
 
 def is_text(path: Path) -> bool:
-    """Return whether a path is a JSONL or plain text file. False if token files have this prefix:
-    they take precedence."""
-    has_tokens = Path(f"{path}.idx").is_file()
-    return _kind_of(path) in (*LOOSE_JSON, *PLAIN_TEXT) and path.is_file() and not has_tokens
+    """Return whether a path is a file of objects or plain text whose tokens are cached. False if
+    token files have this prefix: they take precedence."""
+    if _is_parquet(path):
+        return not is_streamed(str(path)) and path.is_file() and not _has_tokens(path)
+    kinds = (*LOOSE_JSON, *PLAIN_TEXT)
+    return _kind_of(path) in kinds and path.is_file() and not _has_tokens(path)
+
+
+def _has_tokens(path: Path) -> bool:
+    return Path(f"{path}.idx").is_file()
 
 
 def _kind_of(path: Path) -> str:
@@ -91,15 +225,31 @@ def _kind_of(path: Path) -> str:
 
 
 def is_streamed(name: str) -> bool:
-    """Return whether a source is read by `datasets`: "stream:" and files, or a .parquet file."""
-    is_parquet = _kind_of(Path(name)) == ".parquet" and not os.path.isfile(f"{name}.idx")
-    return name.startswith(STREAM) or is_parquet
+    """Return whether a source is read by `datasets`: "stream:" and files, or .parquet files, except
+    a local file of conversations."""
+    if name.startswith(STREAM):
+        return True
+    path = Path(name)
+    return _kind_of(path) == PARQUET and not _has_tokens(path) and not _has_conversations(path)
+
+
+def _has_conversations(path: Path) -> bool:
+    """Return whether a .parquet file has columns of conversations, and no texts."""
+    if not path.is_file():
+        return False
+    try:
+        from pyarrow import parquet
+
+        columns = parquet.read_schema(path).names
+    except (ImportError, OSError, ValueError):  # `datasets` will print the error
+        return False
+    return "text" not in columns and reader_for(columns) is not None
 
 
 def builder_of_stream(name: str) -> str:
     """Return the builder of `datasets` for a streamed source; UserError if there is none."""
     kind = _kind_of(Path(name.removeprefix(STREAM)))
-    if kind == ".parquet":
+    if kind == PARQUET:
         return "parquet"
     if kind in LOOSE_JSON:
         return "json"
@@ -123,25 +273,38 @@ def files_of_stream(name: str) -> list[str]:
     return files
 
 
-def first_object(path: Path) -> tuple[int, dict]:
-    """Return the line number and the object of the first non-empty line of a JSONL file; UserError
-    for an empty file."""
-    number = 0
+def first_object(path: Path) -> tuple[str, dict]:
+    """Return the first object of a file of objects, and its place, such as "line 1"; UserError for
+    an empty file."""
+    number, unit = 0, LINE
     try:
-        with _opened(path) as (_, file):
-            for number, line in enumerate(iter(file.readline, b""), 1):
-                if line.strip():
-                    return number, object_of_line(line)
+        unit = _unit_of(path)
+        if unit == LINE:
+            with _opened(path) as (_, file):
+                for number, line in enumerate(iter(file.readline, b""), 1):
+                    if line.strip():
+                        return f"{unit} {number}", object_of_line(line)
+        else:
+            for number, value in enumerate(_values_of(path, unit), 1):
+                return f"{unit} {number}", _object(value)
     except (OSError, EOFError, zlib.error) as error:
         raise _unreadable(path, error) from error
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}, line {number}: {error}") from error
-    raise UserError(f"{path} has no lines")
+        raise UserError(f"{path}, {unit} {number}: {error}") from error
+    raise UserError(f"{path} has no {unit}s")
 
 
 def object_of_line(line: bytes) -> dict:
     """Return the JSON object in a line; ValueError if it is not one."""
-    value = json.loads(line)
+    return _object(json.loads(line))
+
+
+def _object(value: Any) -> dict:
+    if isinstance(value, list):
+        raise ValueError(
+            'not a JSON object but a list: a conversation is {"messages": [...]}, and the name of '
+            "a file that is an array must end in .json"
+        )
     if not isinstance(value, dict):
         raise ValueError("not a JSON object")
     return value

@@ -24,7 +24,7 @@ from megazoo.cli.flags import Text, parse_flags, unset
 from megazoo.cli.inference import load_for_inference
 from megazoo.cli.prompts import Printer
 from megazoo.cli.sampling import SamplingOptions, end_of_answers, sampling_settings, with_stops
-from megazoo.data.conversations import as_jinja, template_of
+from megazoo.data.conversations import as_jinja, missing_template, template_of
 from megazoo.environment import is_rank_zero
 from megazoo.errors import UserError
 from megazoo.parallel.collectives import all_gather_objects, all_reduce
@@ -40,8 +40,9 @@ class Options(SamplingOptions):
 
     system: Text = None
     """System message at the start of the conversation."""
-    chat_template: Annotated[str | None, unset("TEXT|FILE", "the model's, or ChatML")] = None
-    """Chat template: a .jinja file, or the text of one message with {role} and {content}."""
+    chat_template: Annotated[str | None, unset("chatml|TEXT|FILE", "the model's")] = None
+    """Chat template: chatml, a .jinja file, or the text of one message with {role} and
+    {content}."""
     max_new_tokens: int = 512
     """Maximum number of tokens per answer."""
 
@@ -104,6 +105,8 @@ def main(arguments: list[str]) -> None:
     options = parse_flags(Options, arguments, __doc__)
     model, tokenizer = load_for_inference(options, keep_on_interrupt=True)
     template = template_of(options.chat_template, tokenizer)
+    if template is None:
+        raise missing_template(tokenizer.source, "conversations")
     tokenizer.chat_template = as_jinja(template, tokenizer)
     settings = sampling_settings(options, model, tokenizer)
     if end := end_of_answers(tokenizer, settings["eos_token_id"]):

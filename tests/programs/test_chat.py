@@ -61,6 +61,20 @@ def expected(directory, questions, new, system=None):
     return answers
 
 
+def test_a_model_without_a_template_needs_one(directory, monkeypatch, capsys):
+    words = [directory, "--tokenizer", "byte", "--max-new-tokens", 1, "--device", "cpu"]
+    monkeypatch.setattr("megazoo.cli.inference.chat_template_in", lambda _: None)
+    code, out, error = run_main(chat, monkeypatch, capsys, *words, typed="Hi\n")
+    assert (code, out) == (2, "")
+    assert (
+        "the tokenizer byte has no chat template, which conversations need: pass --chat-" in error
+    )
+    code, _, error = run_main(
+        chat, monkeypatch, capsys, *words, "--chat-template", "chatml", typed="Hi\n"
+    )
+    assert code == 0, error
+
+
 def test_each_answer_is_transformers_after_all_that_was_said(directory, monkeypatch, capsys):
     questions = ["Hi", "Who are you?"]
     first, second = expected(directory, questions, 12, "Be brief.")

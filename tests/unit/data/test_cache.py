@@ -109,7 +109,7 @@ def test_ranks_wait_for_the_tokens_before_they_meet(tmp_path, agent, work, timeo
 
 LINES = {
     "a.jsonl, line 3: no text under 'text'": [{"text": "a"}, {"text": "b"}, {"txt": "c"}],
-    "a.jsonl, line 2: no text under 'completion'": [
+    "a.jsonl, line 2: it needs text, or .*; its keys are: 'prompt'": [
         {"prompt": "a", "completion": "b"},
         {"prompt": "a"},
     ],
@@ -126,7 +126,7 @@ def test_a_line_without_its_key_is_told_with_its_number(tmp_path):
     for message, lines in LINES.items():
         path = write_lines(tmp_path / "a.jsonl", *lines)
         with pytest.raises(UserError, match=message):
-            open_all(path)
+            open_all(path, chat_template="chatml")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

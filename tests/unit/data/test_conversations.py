@@ -17,10 +17,11 @@ from megazoo.data import Batches, Blend
 from megazoo.data.cache import cached_tokens
 from megazoo.data.conversations import CHATML, encode_conversation
 from megazoo.data.samples import Conversations, best_fit
+from megazoo.errors import UserError
 from megazoo.parallel import ParallelContext
 from megazoo.programs import convert, generate
 from megazoo.tokenizer import Tokenizer, open_tokenizer
-from tests.support.data import write_lines
+from tests.support.data import open_all, write_lines
 from tests.support.pretraining import close, losses
 from tests.support.sampling import marked_slow
 from tests.support.transformers_models import deep_llama
@@ -88,7 +89,8 @@ def test_the_assistants_words_carry_a_loss_with_what_ends_them():
 
 
 MISTAKES = {
-    "no text under 'prompt'": {"completion": "a"},
+    "its keys are: 'completion'": {"completion": "a"},
+    "no text under 'prompt'": {"prompt": 3, "completion": "a"},
     "the completion is empty": {"prompt": "a", "completion": ""},
     "a message has no role or no content": {"messages": [{"role": "user"}]},
     "messages is not a list": {"messages": {}},
@@ -146,6 +148,56 @@ def test_conversations_of_which_nothing_is_left_to_learn_are_left_out(tmp_path):
         assert (dataset.cut, dataset.left_out) == (3, 1)
         targets = sorted(sample.targets[-2:].tolist() for sample in dataset)
         assert targets == [[-100, ord("c")], [ord("c"), ord("d")]]
+
+
+def test_a_cut_never_teaches_an_end(tmp_path):
+    """The last target is the token that follows, at every length."""
+    talk = [message("user", "ab"), message("assistant", "cd"), message("user", "e")]
+    talk += [message("assistant", "fgh")]
+    path = write_lines(tmp_path / "a.jsonl", {"messages": talk})
+    whole, carries_loss = b"ab\ncd\ne\nfgh\n", [0, 0, 0, 1, 1, 1, 0, 0, 1, 1, 1, 1, 1]
+    tokens = cached_tokens(path, "byte", "{content}\n")
+    for length in range(3, 14):
+        for packing in (False, True):
+            sample = Conversations(*tokens, 0, 1, length, packing)[0]
+            following = [*whole[1:], 256][:length]
+            marked = zip(following, [*carries_loss[1:], 1], strict=False)
+            targets = [token if counts else -100 for token, counts in marked]
+            assert sample.input_ids.tolist() == list(whole[:length])
+            assert sample.targets.tolist() == targets
+            assert (256 in targets) == (length >= len(whole))
+
+
+def test_the_lengths_that_keep_conversations_are_printed(tmp_path):
+    """The ids of a line: its prompt, two of the completion, and the end, which is only a target."""
+    values = [{"prompt": "p" * length, "completion": "cd"} for length in (3, 4, 9, 12, 15, 2)]
+    path = write_lines(tmp_path / "a.jsonl", *values)
+    said = []
+    open_all(path, split="1,0", seq_length=5, report=said.append)
+    assert said == [
+        f"{path}: 4 conversations are longer than --seq-length 5 and are truncated: --seq-length 6 "
+        "keeps one of them complete, 17 all; 3 of them are skipped, because no tokens with a loss "
+        "remain: --seq-length 9 keeps one of them, 15 all"
+    ]
+    said.clear()
+    open_all(path, split="1,0", seq_length=16, report=said.append)
+    assert said == [
+        f"{path}: 1 conversations are longer than --seq-length 16 and are truncated: "
+        "--seq-length 17 keeps it complete"
+    ]
+    said.clear()
+    open_all(path, split="1,0", seq_length=17, report=said.append)
+    assert not said
+    twice = write_lines(tmp_path / "b.jsonl", *[values[1]] * 2)
+    open_all(twice, split="1,0", seq_length=5, report=said.append)
+    assert said[0].endswith("are truncated: --seq-length 6 keeps all of them complete")
+    all_of = r"all 5 conversations are longer than --seq-length 2 before their first answer\. "
+    shortest = "The shortest length that keeps one is 3: use --seq-length 3 or more"
+    for packing in (False, True):
+        with pytest.raises(UserError, match=all_of + shortest):
+            open_all(path, split="5,1", seq_length=2, packing=packing)
+    with pytest.raises(UserError, match="all 1 validation conversations are longer than --seq-le"):
+        open_all(write_lines(path, values[5], values[2]), split="1,1", seq_length=4)
 
 
 def test_packed_samples_hold_whole_conversations_apart(tmp_path):
@@ -285,7 +337,7 @@ def test_the_chat_template_travels_with_a_fine_tuned_model(tmp_path):
     for given, expected in (
         (["--chat-template", f"{tmp_path}/mine.jinja"], template),
         (["--chat-template", "{role}> {content}\n"], "{% for message in messages %}"),
-        ([], "{% for message in messages %}"),
+        (["--chat-template", "chatml"], "{% for message in messages %}"),
     ):
         pretrain.main([*common, *given])
         saved = Checkpoint(run).sidecar_files["chat_template.jinja"].decode()
