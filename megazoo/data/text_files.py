@@ -162,7 +162,7 @@ def _rows_of(path: Path) -> Iterator[dict]:
     except ImportError:
         raise UserError(f"{path}: to read .parquet, install pyarrow") from None
     try:
-        for rows in parquet.ParquetFile(regular_file(path)).iter_batches(ROWS):
+        for rows in parquet.ParquetFile(check_whole(path)).iter_batches(ROWS):
             yield from map(_without_null, rows.to_pylist())
     except ValueError as error:  # of pyarrow
         raise UserError(f"{path} can't be read: {error}", exit_code=1) from error

@@ -118,7 +118,7 @@ def test_arguments_of_transformers_when_loading(saved):
         megazoo.from_pretrained(saved, dtype="float32", torch_dtype="float16")
     with pytest.raises(UserError, match="nothing can't be changed when gpt2 is loaded"):
         megazoo.from_pretrained(saved, nothing=1)
-    with pytest.raises(UserError, match="^a/b is not a directory, and no model of that name"):
+    with pytest.raises(UserError, match=r"^a/b is not a directory, and no model of that name"):
         megazoo.from_pretrained("a/b", revision="v1")
 
 
