@@ -201,3 +201,15 @@ def in_threads(work: Callable[[int], Any], items: Iterable[int]) -> list:
     others are written."""
     with ThreadPoolExecutor(4) as pool:
         return list(pool.map(work, items))
+
+
+@contextmanager
+def malformed(path: Path) -> Iterator[None]:
+    """Convert errors caused by wrong types or missing keys within this block to a UserError that
+    names the file."""
+    try:
+        yield
+    except UserError as error:
+        raise type(error)(f"{path}: {error}") from error
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path} is malformed: {type(error).__name__} {error}") from error

@@ -30,6 +30,7 @@ from megazoo.files import brief, json_object
 from megazoo.optim.base import MASTER, STATES
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.shard import Box, ParameterSpec, Piece, overlap, volume
+from megazoo.tokenizer.templates import TEMPLATE_FILE
 
 # Bytes of the largest manifest that is read. A tensor needs about 300 bytes, and the largest
 # supported model has half a million tensors, including its optimizer states.
@@ -111,7 +112,9 @@ class Checkpoint(TensorSource):
     @cached_property
     def sidecar_files(self) -> dict[str, bytes]:
         return {
-            name: self._read_checked(name) for name in SIDECAR_FILES if name in self._file_infos
+            name: self._read_checked(name)
+            for name in self._file_infos
+            if name in SIDECAR_FILES or TEMPLATE_FILE.fullmatch(name)
         }
 
     @cached_property

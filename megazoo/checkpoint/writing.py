@@ -18,6 +18,7 @@ from megazoo.checkpoint.format import DTYPES
 from megazoo.errors import UserError
 from megazoo.files import open_own
 from megazoo.parallel.staging import pinned
+from megazoo.tokenizer.templates import TEMPLATE_FOLDER
 
 PIECE_BYTES = 8 << 20  # of a tensor in memory at a time, while it is written
 BLOCK = 4096  # in bytes: the block size of a disk, or a multiple of it
@@ -184,7 +185,10 @@ def json_bytes(value: Any) -> bytes:
 
 
 def write_atomically(path: Path, data: bytes) -> dict:
-    """Write a file atomically, and return its {"size", "crc32"}."""
+    """Write a file atomically, and return its {"size", "crc32"}. The folder of chat templates is
+    created if necessary."""
+    if path.parent.name == TEMPLATE_FOLDER:
+        path.parent.mkdir(exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     with open_own(partial, truncate=True) as file:
         file.write(data)

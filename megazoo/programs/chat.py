@@ -127,7 +127,9 @@ class Chat:
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         prompt = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-        ids = torch.tensor([self.tokenizer.encode(prompt, add_special_tokens=False)])
+        ids = torch.tensor(
+            [self.tokenizer.encode(prompt, add_special_tokens=False, parse_special=True)]
+        )
         room = self.model.longest_sequence(self.model.config) - ids.shape[1]
         if room < 1:
             raise UserError(
@@ -170,7 +172,7 @@ def end_of_answers(tokenizer, ends: list[int]) -> str | None:
     `ends`, or empty."""
     messages = [{"role": "user", "content": "?"}, {"role": ANSWERS, "content": ANSWER}]
     tail = tokenizer.apply_chat_template(messages).rpartition(ANSWER)[2].strip()
-    ids = tokenizer.encode(tail, add_special_tokens=False)
+    ids = tokenizer.encode(tail, add_special_tokens=False, parse_special=True)
     return None if not ids or ids[0] in ends else tail
 
 

@@ -113,6 +113,8 @@ def _split(
             start = done + len(text[done:start].rstrip(SPACES))
         if token.rstrip:
             end = len(text) - len(text[end:].lstrip(SPACES))
+        if start >= end:  # the previous token has its spaces
+            continue
         if start > done:
             yield text[done:start]
         yield token.id

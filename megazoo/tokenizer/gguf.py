@@ -15,9 +15,9 @@ from megazoo.files import convert
 from megazoo.tokenizer.added import AddedToken
 from megazoo.tokenizer.base import Tokenizer
 from megazoo.tokenizer.byte_bpe import LLAMA3_PATTERN
+from megazoo.tokenizer.sentence_piece import SPACE, SentencePieceTokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # tokenizer.ggml.token_type
-SPACE = "\u2581"  # a space in a sentencepiece piece
 QWEN2_PATTERN = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
 TEKKEN_PATTERN = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
@@ -295,8 +295,8 @@ def metadata_of(tokenizer: Tokenizer, files: dict[str, bytes], vocab_size: int) 
         values["scores"] = [token.score for token in tokens]
     unknown = next((i for i, token in enumerate(tokens) if token.kind == UNKNOWN), None)
     for role, token in (
-        ("bos", tokenizer.bos_token_id),
-        ("eos", tokenizer.eos_token_id),
+        ("bos", _first(tokenizer.bos_token_id, *tokenizer.before[:1])),
+        ("eos", _first(tokenizer.eos_token_id, *tokenizer.after[-1:])),
         ("padding", tokenizer.pad_token_id),
         ("unknown", unknown),
     ):
@@ -306,6 +306,11 @@ def metadata_of(tokenizer: Tokenizer, files: dict[str, bytes], vocab_size: int) 
     if tokenizer.chat_template:
         metadata["tokenizer.chat_template"] = tokenizer.chat_template
     return metadata
+
+
+def _first(*tokens: int | None) -> int | None:
+    """Return the first of the ids that is not None."""
+    return next((token for token in tokens if token is not None), None)
 
 
 class Token(NamedTuple):
@@ -428,4 +433,5 @@ def _of_pieces(data: bytes, tokenizer: Tokenizer) -> tuple[list[Token], dict[str
     text = " two  spaces, \uff21 \ufb01 e\u0301 "
     if model.normalize(text) != (SPACE if prefix else "") + text.replace(" ", SPACE):
         raise UserError("a sentencepiece model that normalizes text can't be written as GGUF")
-    return tokens, {"model": "llama", "pre": "default", "add_space_prefix": prefix}
+    adds_space = isinstance(tokenizer, SentencePieceTokenizer) and tokenizer.adds_space
+    return tokens, {"model": "llama", "pre": "default", "add_space_prefix": adds_space}

@@ -21,6 +21,9 @@ from megazoo.tokenizer.gguf import _name_of_words, metadata_of, tokenizer_files_
 from tests.support.tokenizer_files import NATURAL
 from tests.support.transformers_models import config_of
 
+GPT2 = {"eos_token": "<|endoftext|>"}
+NAMES_OF = {"llama3": {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}}
+
 
 @pytest.mark.parametrize("form", ["gpt2", "llama3", "qwen2", "smollm", "llama2"])
 def test_a_tokenizer_travels_both_ways(form, directory, tmp_path):
@@ -33,6 +36,8 @@ def test_a_tokenizer_travels_both_ways(form, directory, tmp_path):
     AutoModelForCausalLM.from_config(config_of("qwen3", vocab_size=1400)).save_pretrained(theirs)
     for path in files.iterdir():
         (theirs / path.name).write_bytes(path.read_bytes())
+    if form != "llama2":
+        (theirs / "tokenizer_config.json").write_text(json.dumps(NAMES_OF.get(form, GPT2)))
     (theirs / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
     file = tmp_path / "model.gguf"
     assert write_gguf(open_source(theirs), file) == ""
