@@ -99,7 +99,7 @@ def take_along_tokenizer(run: Run, model: Model) -> None:
     template = run.tokenizer.chat_template
     if trains_conversations(run):
         template = as_jinja(run.options.data.chat_template, run.tokenizer)
-    files = tokenizer_files(source)
+    files = tokenizer_files(source, templates=True)
     model.sidecar_files = (with_template(files, template) if template else files) | kept
 
 

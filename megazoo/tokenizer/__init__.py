@@ -70,15 +70,16 @@ def has_tokenizer(directory: Path) -> bool:
     return any((directory / name).is_file() for name in TOKENIZER_FILES)
 
 
-def tokenizer_files(where: str | Path) -> dict[str, bytes]:
+def tokenizer_files(where: str | Path, *, templates: bool = False) -> dict[str, bytes]:
     """Read the files of a tokenizer.
 
     Args:
         where: As in `open_tokenizer`.
+        templates: Include the .jinja files of chat templates. A GGUF file always includes them.
 
     Returns:
-        The contents of the files, by the names that they have in a model's directory, including
-            the chat templates. Empty for "byte".
+        The contents of the files, by the names that they have in a model's directory. Empty for
+            "byte".
     """
     if str(where) == "byte":
         return {}
@@ -95,9 +96,10 @@ def tokenizer_files(where: str | Path) -> dict[str, bytes]:
     if Path(where).is_file():
         ((_, data),) = contents.items()
         contents = {_usual_name(files[0], data): data}
+    jinja = (CHAT_TEMPLATE, *template_files_in(directory)) if templates else ()
     return contents | {
         name: read_bytes(directory / name)
-        for name in (*TOKENIZER_SIDECARS, CHAT_TEMPLATE, *template_files_in(directory))
+        for name in (*TOKENIZER_SIDECARS, *jinja)
         if (directory / name).is_file()
     }
 

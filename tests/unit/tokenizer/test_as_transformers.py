@@ -79,7 +79,7 @@ def texts_with(names, draw, count):
 @pytest.mark.parametrize("kind", [ByteLevelBPE, PipelineTokenizer])
 def test_flags_of_added_tokens_are_those_of_transformers(kind, base, tmp_path):
     draw = random.Random(5)
-    for number in range(40):
+    for number in range(30):
         bpe = Tokenizer.from_str(base)
         if kind is PipelineTokenizer:
             digits = pre_tokenizers.Digits(individual_digits=True)
@@ -214,7 +214,7 @@ def rendered(tokenizer, **settings):
 
 def test_templates_are_chosen_as_by_transformers(base, tmp_path):
     draw, names = random.Random(4), ["default", "tool_use", "rag"]
-    for number in range(40):
+    for number in range(20):
         texts = {n: TEMPLATE.replace("NAME", n) for n in names if draw.random() < 0.6}
         value = draw.choice(
             [texts, [{"name": n, "template": t} for n, t in texts.items()], TEMPLATE, None]
