@@ -16,6 +16,9 @@ from megazoo.tokenizer.added import AddedToken
 from megazoo.tokenizer.base import Tokenizer
 from megazoo.tokenizer.byte_bpe import LLAMA3_PATTERN
 from megazoo.tokenizer.sentence_piece import SPACE, SentencePieceTokenizer
+from megazoo.tokenizer.templates import CHAT_TEMPLATE, DEFAULT, TEMPLATE_FOLDER, TEMPLATE_NAME
+
+TEMPLATE = "tokenizer.chat_template"  # the key of the default template; other keys begin with it
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # tokenizer.ggml.token_type
 QWEN2_PATTERN = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
@@ -136,9 +139,13 @@ def tokenizer_files_of(metadata: dict[str, Any]) -> dict[str, bytes]:
         "post_processor": _template(around, tokens) or pipeline["post_processor"],
     }
     files = {"tokenizer.json": json.dumps(whole), "tokenizer_config.json": json.dumps(settings)}
-    template = convert(metadata.get("tokenizer.chat_template", ""), str, "tokenizer.chat_template")
+    template = convert(metadata.get(TEMPLATE, ""), str, TEMPLATE)
     if template:
-        files["chat_template.jinja"] = template
+        files[CHAT_TEMPLATE] = template
+    named = convert(metadata.get(f"{TEMPLATE}s", []), list[str], f"{TEMPLATE}s")
+    for name in filter(TEMPLATE_NAME.fullmatch, named):
+        key = f"{TEMPLATE}.{name}"
+        files[f"{TEMPLATE_FOLDER}/{name}.jinja"] = convert(metadata.get(key), str, key)
     return {name: text.encode() for name, text in files.items()}
 
 
@@ -303,8 +310,12 @@ def metadata_of(tokenizer: Tokenizer, files: dict[str, bytes], vocab_size: int) 
         if token is not None:
             values[f"{role}_token_id"] = token
     metadata = {f"tokenizer.ggml.{key}": value for key, value in values.items()}
-    if tokenizer.chat_template:
-        metadata["tokenizer.chat_template"] = tokenizer.chat_template
+    templates = dict(tokenizer.chat_templates)
+    if template := templates.pop(DEFAULT, None):
+        metadata[TEMPLATE] = template
+    if templates:
+        metadata[f"{TEMPLATE}s"] = sorted(templates)
+        metadata |= {f"{TEMPLATE}.{name}": text for name, text in templates.items()}
     return metadata
 
 

@@ -304,7 +304,7 @@ def _token_of(name: str, value: Any, special: bool) -> AddedToken:
     Args:
         name: Its name, for the error.
         value: The text or object. A text is a special token.
-        special: Make the token special, whatever its flags are.
+        special: Make the token special, regardless of its flags.
     """
     entry = value if isinstance(value, dict) else {"content": value, "special": True}
     if not isinstance(entry.get("content"), str):

@@ -65,6 +65,9 @@ def test_a_tokenizer_travels_both_ways(form, directory, tmp_path):
     assert (after.before, after.after) == (before.before, before.after)
     assert after.eos_token_id == before.eos_token_id
     assert after.apply_chat_template([{"role": "user", "content": "x"}]) == "x"
+    before.chat_templates = {"tool_use": "tools", "default": "x"}
+    written = metadata_of(before, {path.name: path.read_bytes() for path in files.iterdir()}, 1400)
+    assert tokenizer_files_of(written)["additional_chat_templates/tool_use.jinja"] == b"tools"
 
 
 def of_other_words(directory, form):
@@ -180,5 +183,10 @@ def test_forged_metadata_is_named(key):
     assert "tokenizer.json" in tokenizer_files_of(whole)
     with pytest.raises(UserError, match=r"tokenizer\.ggml\."):
         tokenizer_files_of(whole | {f"tokenizer.ggml.{key}": FORGED[key]})
+    named = {"tokenizer.chat_templates": ["a", "../b"], "tokenizer.chat_template.a": "x"}
+    files = tokenizer_files_of(whole | named)
+    assert [name for name in files if "/" in name] == ["additional_chat_templates/a.jinja"]
+    with pytest.raises(UserError, match=r"tokenizer\.chat_template\.a is 5: it must be a string"):
+        tokenizer_files_of(whole | named | {"tokenizer.chat_template.a": 5})
     with pytest.raises(UserError, match=r"tokenizer\.chat_template is 5: it must be a string"):
         tokenizer_files_of(whole | {"tokenizer.chat_template": 5})
