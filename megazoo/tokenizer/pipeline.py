@@ -17,6 +17,7 @@ from megazoo.tokenizer.settings import TokenizerSettings
 if TYPE_CHECKING:
     import tokenizers
 
+SPACED = ("LlamaTokenizer", "CodeLlamaTokenizer")  # their keys decide about spaces
 BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # a byte in ByteFallback's spelling
 
 
@@ -109,6 +110,8 @@ def from_pipeline(
         pipeline = tokenizers.Tokenizer.from_buffer(data)
     if (changed := _with_flags(pipeline, entries, settings)) is not None:
         pipeline = tokenizers.Tokenizer.from_buffer(json.dumps(changed).encode())
+    if settings.tokenizer_class in SPACED and isinstance(pipeline.model, tokenizers.models.BPE):
+        _use_spaces_of_class(pipeline, settings)
     pipeline.no_truncation()
     pipeline.no_padding()
     prefix = settings.flag("add_prefix_space")
@@ -121,6 +124,19 @@ def from_pipeline(
     with _refused(f"{path} can't be used"):
         around = _around(pipeline)
     return settings.apply(PipelineTokenizer(pipeline), pipeline.token_to_id, template=around)
+
+
+def _use_spaces_of_class(pipeline: "tokenizers.Tokenizer", settings: TokenizerSettings) -> None:
+    """Replace the steps around the model by those of LlamaTokenizer, as in transformers."""
+    from tokenizers import decoders, pre_tokenizers
+
+    prefix = settings.prefix
+    steps: list = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if prefix != "never" or settings.tokenizer_class == SPACED[1]:
+        steps.append(decoders.Strip(" ", 1, 0))
+    pipeline.normalizer = None
+    pipeline.pre_tokenizer = pre_tokenizers.Metaspace("\u2581", prefix, split=False)
+    pipeline.decoder = decoders.Sequence(steps)
 
 
 @contextmanager

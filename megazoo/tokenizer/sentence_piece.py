@@ -3,7 +3,6 @@ sentencepiece library."""
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import sentencepiece
@@ -11,9 +10,8 @@ import sentencepiece
 from megazoo.errors import UserError
 from megazoo.tokenizer.added import AddedToken, Splitter
 from megazoo.tokenizer.base import Tokenizer
-from megazoo.tokenizer.settings import TokenizerSettings
+from megazoo.tokenizer.settings import Prefix, TokenizerSettings
 
-GENERIC_CLASSES = ("PreTrainedTokenizer", "TokenizersBackend")
 CLASSES = (
     "LlamaTokenizer",
     "LlamaTokenizerFast",
@@ -28,7 +26,6 @@ SPACE = "\u2581"  # a space in a piece; in a text, this character becomes a spac
 # Fields of a sentencepiece model that replace those before them: normalizer_spec with an empty
 # precompiled_charsmap, add_dummy_prefix 0 and remove_extra_whitespaces 0.
 NO_PREFIX, NO_CHANGES = b"\x1a\x02\x18\x00", b"\x1a\x06\x12\x00\x18\x00\x20\x00"
-Prefix = Literal["model", "always", "first", "never"]
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -96,7 +93,7 @@ def from_sentencepiece(
     """Create the tokenizer of a sentencepiece model with the bytes `data`. bos, if the model has
     it, is added before a text."""
     settings.refuse("tokenizer_class", *CLASSES)
-    prefix = _prefix_of(settings)
+    prefix = settings.prefix
     try:
         if not data:
             raise RuntimeError("empty")
@@ -118,18 +115,6 @@ def from_sentencepiece(
     own = {role: token for role, token in own.items() if token >= 0}
     tokenizer = SentencePieceTokenizer(model, added, prefix)
     return settings.apply(tokenizer, ids.get, own, add_bos=True)
-
-
-def _prefix_of(settings: TokenizerSettings) -> Prefix:
-    """Return the texts that begin with an added space, by the rules of the tokenizer's class in
-    transformers 5: `legacy` of LlamaTokenizer is false by default."""
-    wanted, legacy = settings.flag("add_prefix_space"), settings.flag("legacy")
-    name = settings.declared and settings.declared.removesuffix("Fast")
-    if name is None and wanted is None and legacy is None:
-        return "model"
-    if wanted is False or name in GENERIC_CLASSES:
-        return "never"
-    return "always" if legacy and name != "CodeLlamaTokenizer" else "first"
 
 
 def _first_piece(model: sentencepiece.SentencePieceProcessor) -> str:

@@ -4,7 +4,7 @@ before and after a text."""
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from megazoo.errors import UserError
 from megazoo.files import brief, json_object, malformed, read_bytes
@@ -19,6 +19,7 @@ Own = TypeVar("Own", bound=Tokenizer)
 ROLES = ("bos", "eos", "pad")
 # The names of special tokens that every tokenizer of transformers has.
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+Prefix = Literal["model", "always", "first", "never"]
 SIDES = ("padding_side", "truncation_side")
 # The other names that a chat template is rendered with.
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
@@ -90,6 +91,18 @@ class TokenizerSettings:
     def generic(self) -> bool:
         """Whether the tokenizer's class defines no tokens."""
         return self.tokenizer_class not in DEFAULTS
+
+    @property
+    def prefix(self) -> Prefix:
+        """Texts of a sentencepiece tokenizer that begin with an added space, by the rules of the
+        class in transformers 5: `legacy` of LlamaTokenizer is false by default."""
+        wanted, legacy = self.flag("add_prefix_space"), self.flag("legacy")
+        name = self.declared and self.declared.removesuffix("Fast")
+        if name is None and wanted is None and legacy is None:
+            return "model"
+        if wanted is False or name in ("PreTrainedTokenizer", "TokenizersBackend"):
+            return "never"
+        return "always" if legacy and name != "CodeLlamaTokenizer" else "first"
 
     def refuse(self, key: str, *supported: Any) -> None:
         """Raise UserError if the value of `key` in tokenizer_config.json is neither null nor

@@ -32,8 +32,8 @@ def chat_templates_in(directory: Path, config: Mapping = {}) -> dict[str, str]:
 
     Args:
         directory: The directory of the files.
-        config: Contents of tokenizer_config.json. Its templates are used if there is no .jinja
-            file.
+        config: Contents of tokenizer_config.json. Its templates are used if the directory lacks
+            .jinja files.
 
     Raises:
         UserError: A file is malformed.
@@ -98,4 +98,5 @@ def _templates_of(config: Mapping) -> dict[str, str]:
                 f"chat_template has {brief(template)} under the name {brief(name)}: it must be a "
                 "text"
             )
+        template.encode()  # raises ValueError for lone surrogates
     return value

@@ -160,6 +160,13 @@ def test_spaces_of_sentencepiece_are_those_of_llama_tokenizer(directory, tmp_pat
         check(ours, theirs, texts if decoder else texts[:12], config)
         assert ours.encode("a fox") == theirs.encode("a fox")
         assert ours.padding_side == theirs.padding_side == "left"
+        # a tokenizer.json whose own steps add a space before each text, as in LLaMA 2's
+        whole = json.loads(theirs.backend_tokenizer.to_str())
+        spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
+        steps = [{"type": "Prepend", "prepend": "\u2581"}, spaces]
+        whole |= {"normalizer": {"type": "Sequence", "normalizers": steps}, "pre_tokenizer": None}
+        path = write(tmp_path / "b", {"tokenizer_config.json": config}, json.dumps(whole))
+        check(open_tokenizer(path), AutoTokenizer.from_pretrained(path), texts[:12], config)
 
 
 def test_sides_and_splitting_are_the_defaults_of_a_call(base, tmp_path):
