@@ -18,6 +18,10 @@ import msgspec
 
 from megazoo.errors import UserError
 
+TEMPLATE_FOLDER = "additional_chat_templates"
+TEMPLATE_NAME = re.compile(r"[A-Za-z0-9_-]{1,100}")
+# The only names with a slash among the files of a model.
+TEMPLATE_FILE = re.compile(rf"{TEMPLATE_FOLDER}/{TEMPLATE_NAME.pattern}\.jinja")
 # The words in messages for the types of msgspec.
 KINDS = {
     "int": "an int",

@@ -12,7 +12,7 @@ from megazoo.checkpoint.format import SIDECAR_FILES
 from megazoo.checkpoint.places import CONFIG, INDEX, LATEST, MANIFEST, TRAINER, is_step_name
 from megazoo.checkpoint.writing import METADATA
 from megazoo.errors import UserError
-from megazoo.tokenizer.templates import TEMPLATE_FILE, TEMPLATE_FOLDER
+from megazoo.files import TEMPLATE_FILE, TEMPLATE_FOLDER
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's
 WEIGHTS = re.compile(

@@ -26,11 +26,10 @@ from megazoo.checkpoint.schema import check_manifest, check_tensors
 from megazoo.checkpoint.source import TensorSource
 from megazoo.checkpoint.tensor_files import crc32_of, pieces_of_file
 from megazoo.errors import UserError
-from megazoo.files import brief, json_object
+from megazoo.files import TEMPLATE_FILE, brief, json_object
 from megazoo.optim.base import MASTER, STATES
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.shard import Box, ParameterSpec, Piece, overlap, volume
-from megazoo.tokenizer.templates import TEMPLATE_FILE
 
 # Bytes of the largest manifest that is read. A tensor needs about 300 bytes, and the largest
 # supported model has half a million tensors, including its optimizer states.

@@ -19,9 +19,8 @@ from megazoo.checkpoint.format import (
     writing_places,
 )
 from megazoo.errors import UserError
-from megazoo.files import brief, convert
+from megazoo.files import TEMPLATE_FILE, brief, convert
 from megazoo.optim.base import STATES
-from megazoo.tokenizer.templates import TEMPLATE_FILE
 
 MOST = 2**53  # every JSON reader represents integers up to this exactly
 Count = Annotated[int, Meta(ge=0, le=MOST)]

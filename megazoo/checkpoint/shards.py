@@ -24,11 +24,11 @@ from megazoo.checkpoint.writing import (
     write_json,
     write_safetensors,
 )
+from megazoo.files import TEMPLATE_FILE, TEMPLATE_FOLDER
 from megazoo.parallel.axes import Axis
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.module import NamedParameter
 from megazoo.parallel.shard import ParameterSpec
-from megazoo.tokenizer.templates import TEMPLATE_FILE, TEMPLATE_FOLDER
 
 # A rank's tensors, by file and by global name.
 Files = dict[str, dict[str, tuple[ParameterSpec, torch.Tensor | LazyTensor]]]

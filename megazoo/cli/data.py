@@ -21,11 +21,12 @@ from megazoo.data.fingerprint import positions_in
 from megazoo.data.text_files import first_object, is_loose_json
 from megazoo.engine.auxiliary import counts_tokens
 from megazoo.environment import is_rank_zero
+from megazoo.files import TEMPLATE_FILE
 from megazoo.models.base import Model
 from megazoo.parallel.collectives import broadcast_from_stage
 from megazoo.terminal import print_rank_0
 from megazoo.tokenizer import TOKENIZER_FILES, TOKENIZER_SIDECARS, tokenizer_files
-from megazoo.tokenizer.templates import CHAT_TEMPLATE, TEMPLATE_FILE, with_template
+from megazoo.tokenizer.templates import CHAT_TEMPLATE, with_template
 
 
 class Data(NamedTuple):

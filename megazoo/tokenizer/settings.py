@@ -224,7 +224,7 @@ class TokenizerSettings:
                 raise UserError(
                     f"{self.directory}: {name} {token.content!r} is not in the vocabulary"
                 )
-            return token and id_of(token.content)
+            return None if token is None else id_of(token.content)
         of_class = self.defaults.get(name)
         # Many a config.json has the id of a bos that the class of the tokenizer does not have.
         ids = {} if role == "bos" and self.declared else self.ids

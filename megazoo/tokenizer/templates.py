@@ -1,18 +1,21 @@
 """Chat templates in the files of a tokenizer, as transformers stores them: chat_template.jinja,
 additional_chat_templates/NAME.jinja, and chat_template in tokenizer_config.json."""
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from megazoo.errors import UserError
-from megazoo.files import brief, json_object, malformed, read_bytes
+from megazoo.files import (
+    TEMPLATE_FILE,
+    TEMPLATE_FOLDER,
+    TEMPLATE_NAME,
+    brief,
+    json_object,
+    malformed,
+    read_bytes,
+)
 
 CHAT_TEMPLATE = "chat_template.jinja"
-TEMPLATE_FOLDER = "additional_chat_templates"
-TEMPLATE_NAME = re.compile(r"[A-Za-z0-9_-]{1,100}")
-# The only names with a slash among the files of a model.
-TEMPLATE_FILE = re.compile(rf"{TEMPLATE_FOLDER}/{TEMPLATE_NAME.pattern}\.jinja")
 DEFAULT = "default"
 
 
