@@ -19,6 +19,10 @@ import msgspec
 from megazoo.errors import UserError
 
 POINTER = b"version https://git-lfs.github.com/spec/"  # the start of a pointer of Git LFS
+TEMPLATE_FOLDER = "additional_chat_templates"
+TEMPLATE_NAME = re.compile(r"[A-Za-z0-9_-]{1,100}")
+# The only names with a slash among the files of a model.
+TEMPLATE_FILE = re.compile(rf"{TEMPLATE_FOLDER}/{TEMPLATE_NAME.pattern}\.jinja")
 # The words in messages for the types of msgspec.
 KINDS = {
     "int": "an int",
@@ -222,3 +226,15 @@ def in_threads(work: Callable[[int], Any], items: Iterable[int]) -> list:
     others are written."""
     with ThreadPoolExecutor(4) as pool:
         return list(pool.map(work, items))
+
+
+@contextmanager
+def malformed(path: Path) -> Iterator[None]:
+    """Convert errors caused by wrong types or missing keys within this block to a UserError that
+    names the file."""
+    try:
+        yield
+    except UserError as error:
+        raise type(error)(f"{path}: {error}") from error
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path} is malformed: {type(error).__name__} {error}") from error

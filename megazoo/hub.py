@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 from megazoo.environment import world_size
 from megazoo.errors import UserError
-from megazoo.files import locked
+from megazoo.files import TEMPLATE_FILE, locked
 from megazoo.terminal import print_error
 
 PART = r"[A-Za-z0-9_](?:(?!--|\.\.)[A-Za-z0-9._-]){0,45}(?<![.-])"  # the hub's rule for names
@@ -86,12 +86,14 @@ def hint_to_load(name: str) -> str:
 def wanted(names: Iterable[str], *, tokenizer_alone: bool = False) -> list[str]:
     """Return the files of a repository to download: configs, tokenizers, and the weights in one
     format, safetensors if possible."""
+    names = list(names)
+    templates = [name for name in names if TEMPLATE_FILE.fullmatch(name)]
     names = [name for name in names if "/" not in name]
     patterns = [*TOKENIZER, *CONFIGS]  # configs also hold token ids
     if not tokenizer_alone:
         for kinds in (WEIGHTS, ADAPTERS):
             patterns += next((kind for kind in kinds if _matching(names, kind)), ())
-    return _matching(names, patterns)
+    return [*_matching(names, patterns), *templates]
 
 
 def _matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:

@@ -48,7 +48,7 @@ from megazoo.parallel.schedule import placement_named_by
 from megazoo.parallel.timing import Stopwatch, spent
 from megazoo.terminal import print_rank_0
 from megazoo.tokenizer import open_tokenizer
-from megazoo.tokenizer.settings import chat_template_in
+from megazoo.tokenizer.templates import chat_templates_in
 
 
 def main(arguments: list[str]) -> None:
@@ -76,8 +76,8 @@ def prepare(arguments: list[str]) -> Run:
     source, parallel = weights.described, options.parallel
     named = options.data.tokenizer or (source.tokenizer if source else None) or "byte"
     tokenizer = open_tokenizer(find_tokenizer(named))
-    if source and tokenizer.chat_template is None:  # the template of byte is stored with the model
-        tokenizer.chat_template = chat_template_in(source.path)
+    if source and not tokenizer.chat_templates:  # the template of byte is stored with the model
+        tokenizer.chat_templates = chat_templates_in(source.path)
     sources = check_data(options.data.data, options.data.split)
     config = settings.config
     if not source and options.model.vocab_size is None and options.data.data != ("mock",):

@@ -23,19 +23,30 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from itertools import product
+from pathlib import Path
 
 import torch
 from zlib_ng.zlib_ng import crc32
 
+from megazoo.files import read_bytes
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.shard import ParameterSpec, Place, Shard
 from megazoo.tokenizer import TOKENIZER_FILES, TOKENIZER_SIDECARS
+from megazoo.tokenizer.templates import CHAT_TEMPLATE, template_files_in
 
 FORMAT_VERSION, FOLDED_VERSION = 1, 2  # the latter with tensors sharded over folded axes
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 GENERATION = "generation_config.json"
 # Small files that are saved with the weights, so that the model can be used without its source.
-SIDECAR_FILES = (GENERATION, *TOKENIZER_FILES, *TOKENIZER_SIDECARS, "chat_template.jinja")
+# Files with the names TEMPLATE_FILE are saved also.
+SIDECAR_FILES = (GENERATION, *TOKENIZER_FILES, *TOKENIZER_SIDECARS, CHAT_TEMPLATE)
+
+
+def sidecar_files_in(directory: Path) -> dict[str, bytes]:
+    """Return the contents of a model's sidecar files by name, including those of
+    additional_chat_templates."""
+    names = (*SIDECAR_FILES, *template_files_in(directory))
+    return {name: read_bytes(directory / name) for name in names if (directory / name).is_file()}
 
 
 def tensor_to_manifest(

@@ -12,6 +12,7 @@ from megazoo.checkpoint.format import SIDECAR_FILES
 from megazoo.checkpoint.places import CONFIG, INDEX, LATEST, MANIFEST, TRAINER, is_step_name
 from megazoo.checkpoint.writing import METADATA
 from megazoo.errors import UserError
+from megazoo.files import TEMPLATE_FILE, TEMPLATE_FOLDER
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's
 WEIGHTS = re.compile(
@@ -37,13 +38,15 @@ def remove(directory: Path, heir: Path | None = None) -> bool:
         return False
     (directory / MANIFEST).unlink(missing_ok=True)
     foreign = []
-    for name in sorted(os.listdir(directory)):
+    for name in _names_in(directory):
         if _is_our_name(name) and _is_file(directory / name):
             (directory / name).unlink()
-        elif heir and heir.is_dir() and not os.path.lexists(heir / name):
+        elif heir and (heir / name).parent.is_dir() and not os.path.lexists(heir / name):
             os.rename(directory / name, heir / name)
         else:
             foreign.append(name)
+    if _is_folder(directory / TEMPLATE_FOLDER) and not os.listdir(directory / TEMPLATE_FOLDER):
+        (directory / TEMPLATE_FOLDER).rmdir()
     if not foreign:
         try:
             directory.rmdir()
@@ -110,7 +113,18 @@ def foreign_to_adapter(directory: Path) -> str | None:
 
 
 def _names_in(directory: Path) -> list[str]:
-    return sorted(os.listdir(directory)) if directory.is_dir() else []
+    """Return the names in a directory. The folder of chat templates is replaced by its files."""
+    names = sorted(os.listdir(directory)) if directory.is_dir() else []
+    if TEMPLATE_FOLDER in names and _is_folder(directory / TEMPLATE_FOLDER):
+        names.remove(TEMPLATE_FOLDER)
+        inside = sorted(os.listdir(directory / TEMPLATE_FOLDER))
+        names += [f"{TEMPLATE_FOLDER}/{name}" for name in inside]
+    return names
+
+
+def _is_folder(path: Path) -> bool:
+    """Return whether a path is a directory, and not a link."""
+    return path.is_dir() and not path.is_symlink()
 
 
 def _first_but(ours: set[str], directory: Path, names: list[str]) -> str | None:
@@ -140,9 +154,10 @@ def _is_file(path: Path) -> bool:
 
 def _is_our_name(name: str) -> bool:
     """Return whether megazoo uses this name for its files, or for files that it is writing."""
-    small = re.fullmatch(r"\.(.*)\.partial", name)
-    name = small[1] if small else name
-    return name in (*SMALL_FILES, ADAPTER_WEIGHTS) or bool(WEIGHTS.fullmatch(name))
+    small = re.fullmatch(r"(.*/)?\.(.*)\.partial", name)
+    name = (small[1] or "") + small[2] if small else name
+    fixed = name in (*SMALL_FILES, ADAPTER_WEIGHTS)
+    return fixed or bool(WEIGHTS.fullmatch(name) or TEMPLATE_FILE.fullmatch(name))
 
 
 def _files_of_checkpoint(directory: Path) -> set[str]:
@@ -163,7 +178,8 @@ def _files_of_export(directory: Path, names: list[str]) -> set[str]:
         for name in names
         if WEIGHTS.fullmatch(name) and _is_file(directory / name) and _is_signed(directory / name)
     }
-    return {*weights, CONFIG, INDEX, *SIDECAR_FILES} if weights else set()
+    templates = filter(TEMPLATE_FILE.fullmatch, names)
+    return {*weights, CONFIG, INDEX, *SIDECAR_FILES, *templates} if weights else set()
 
 
 def _files_of_adapter(directory: Path) -> set[str]:

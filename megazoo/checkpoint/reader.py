@@ -26,7 +26,7 @@ from megazoo.checkpoint.schema import check_manifest, check_tensors
 from megazoo.checkpoint.source import TensorSource
 from megazoo.checkpoint.tensor_files import crc32_of, pieces_of_file
 from megazoo.errors import UserError
-from megazoo.files import brief, json_object
+from megazoo.files import TEMPLATE_FILE, brief, json_object
 from megazoo.optim.base import MASTER, STATES
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.shard import Box, ParameterSpec, Piece, overlap, volume
@@ -111,7 +111,9 @@ class Checkpoint(TensorSource):
     @cached_property
     def sidecar_files(self) -> dict[str, bytes]:
         return {
-            name: self._read_checked(name) for name in SIDECAR_FILES if name in self._file_infos
+            name: self._read_checked(name)
+            for name in self._file_infos
+            if name in SIDECAR_FILES or TEMPLATE_FILE.fullmatch(name)
         }
 
     @cached_property

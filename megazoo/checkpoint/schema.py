@@ -19,7 +19,7 @@ from megazoo.checkpoint.format import (
     writing_places,
 )
 from megazoo.errors import UserError
-from megazoo.files import brief, convert
+from megazoo.files import TEMPLATE_FILE, brief, convert
 from megazoo.optim.base import STATES
 
 MOST = 2**53  # every JSON reader represents integers up to this exactly
@@ -208,7 +208,10 @@ def check_tensors(manifest: Manifest, file: Path) -> None:
 
 
 def _check_file_name(name: str) -> None:
-    """Raise UserError unless a name is that of a file in the manifest's directory."""
+    """Raise UserError unless a name is that of a file in the manifest's directory, or of a chat
+    template in additional_chat_templates."""
+    if TEMPLATE_FILE.fullmatch(name):
+        return
     if "/" in name or name in ("", ".", ".."):
         raise UserError(f"it names a file outside its directory: {name}")
     if "\0" in name or len(name.encode()) > 255:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megazoo.checkpoint.directories import check_names, check_unchanged, stamp
+from megazoo.checkpoint.directories import check_names, check_unchanged, stamp, sync_directory
 from megazoo.checkpoint.format import (
     FOLDED_VERSION,
     FORMAT_VERSION,
@@ -24,6 +24,7 @@ from megazoo.checkpoint.writing import (
     write_json,
     write_safetensors,
 )
+from megazoo.files import TEMPLATE_FILE, TEMPLATE_FOLDER
 from megazoo.parallel.axes import Axis
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.module import NamedParameter
@@ -140,6 +141,8 @@ def write_manifest(
     files[TRAINER] = write_json(directory / TRAINER, trainer)
     for name, data in sidecar_files.items():
         files[name] = write_atomically(directory / name, data)
+    if any(map(TEMPLATE_FILE.fullmatch, sidecar_files)):
+        sync_directory(directory / TEMPLATE_FOLDER)
     layout: dict[str, Any] = {"tp": ctx.tp_size, "pp": ctx.pp_size, "dp": ctx.token_axis.size}
     shards = chain.from_iterable(spec_from_manifest(stored).shards for stored in tensors.values())
     if used := {shard.axis for shard in shards} - {"tp"}:

@@ -16,7 +16,7 @@ from zlib_ng.zlib_ng import crc32
 
 from megazoo.checkpoint.format import DTYPES
 from megazoo.errors import UserError
-from megazoo.files import open_own
+from megazoo.files import TEMPLATE_FOLDER, open_own
 from megazoo.parallel.staging import pinned
 
 PIECE_BYTES = 8 << 20  # of a tensor in memory at a time, while it is written
@@ -184,7 +184,10 @@ def json_bytes(value: Any) -> bytes:
 
 
 def write_atomically(path: Path, data: bytes) -> dict:
-    """Write a file atomically, and return its {"size", "crc32"}."""
+    """Write a file atomically, and return its {"size", "crc32"}. The folder of chat templates is
+    created if necessary."""
+    if path.parent.name == TEMPLATE_FOLDER:
+        path.parent.mkdir(exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     with open_own(partial, truncate=True) as file:
         file.write(data)

@@ -22,11 +22,12 @@ from megazoo.data.formats import is_conversation
 from megazoo.data.text_files import first_object, has_objects
 from megazoo.engine.auxiliary import counts_tokens
 from megazoo.environment import is_rank_zero
+from megazoo.files import TEMPLATE_FILE
 from megazoo.models.base import Model
 from megazoo.parallel.collectives import broadcast_from_stage
 from megazoo.terminal import print_rank_0
 from megazoo.tokenizer import TOKENIZER_FILES, TOKENIZER_SIDECARS, tokenizer_files
-from megazoo.tokenizer.settings import CHAT_TEMPLATE
+from megazoo.tokenizer.templates import CHAT_TEMPLATE, with_template
 
 
 class Data(NamedTuple):
@@ -92,12 +93,16 @@ def take_along_tokenizer(run: Run, model: Model) -> None:
     source = run.tokenizer.source
     run.options.data.tokenizer = "byte" if source == "byte" else None
     others = (*TOKENIZER_FILES, *TOKENIZER_SIDECARS, CHAT_TEMPLATE)
-    kept = {name: data for name, data in model.sidecar_files.items() if name not in others}
+    kept = {
+        name: data
+        for name, data in model.sidecar_files.items()
+        if name not in others and not TEMPLATE_FILE.fullmatch(name)
+    }
     template, trained = run.tokenizer.chat_template, run.options.data.chat_template
     if trained and trains_conversations(run):
         template = as_jinja(trained, run.tokenizer)
-    files = tokenizer_files(source) | ({CHAT_TEMPLATE: template.encode()} if template else {})
-    model.sidecar_files = files | kept
+    files = tokenizer_files(source, templates=True)
+    model.sidecar_files = (with_template(files, template) if template else files) | kept
 
 
 def trains_conversations(run: Run) -> bool:

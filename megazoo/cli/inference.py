@@ -26,7 +26,7 @@ from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.device import choose_device, set_fp32_precision
 from megazoo.terminal import note_rank_0, print_error
 from megazoo.tokenizer import Tokenizer, open_tokenizer
-from megazoo.tokenizer.settings import chat_template_in
+from megazoo.tokenizer.templates import chat_templates_in
 
 
 @dataclass
@@ -91,10 +91,9 @@ def load_for_inference(
     config, adapters = source.config, None
     if options.adapter:
         adapters, config = open_beside(options.adapter, source, verify=options.verify)
-    trained = chat_template_in(adapters.path) if adapters else None
-    tokenizer.chat_template = (
-        trained or tokenizer.chat_template or chat_template_in(source.path)  # byte has no files
-    )
+    trained = chat_templates_in(adapters.path) if adapters else {}
+    if trained or not tokenizer.chat_templates:  # byte has no files
+        tokenizer.chat_templates = trained or chat_templates_in(source.path)
     if config.num_labels:
         config = with_pad_token(config, source, tokenizer)
     source.model.check(config, options.tp, options.pp)

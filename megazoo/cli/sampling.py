@@ -76,7 +76,7 @@ def end_of_answers(tokenizer: Tokenizer, ends: list[int]) -> str | None:
     `ends`, or empty."""
     messages = [{"role": "user", "content": "?"}, {"role": ANSWERS, "content": ANSWER}]
     tail = tokenizer.apply_chat_template(messages).rpartition(ANSWER)[2].strip()
-    ids = tokenizer.encode(tail, add_special_tokens=False)
+    ids = tokenizer.encode(tail, add_special_tokens=False, parse_special=True)
     return None if not ids or ids[0] in ends else tail
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megazoo.data.conversations import missing_template
+from megazoo.data.conversations import only_template
 from megazoo.data.encoding import CONVERSATION, Recipe
 from megazoo.data.formats import is_conversation, keys_error, reader_for
 from megazoo.data.indexed import IndexedTokens
@@ -17,10 +17,10 @@ from megazoo.data.text_files import first_object, has_objects
 from megazoo.errors import UserError
 from megazoo.files import locked
 from megazoo.terminal import byte_bar
-from megazoo.tokenizer import tokenizer_files
+from megazoo.tokenizer import open_tokenizer, tokenizer_files
 
 TEXT = ("text",)
-RULES = 2  # of conversations: their version in the names of tokens
+RULES = 3  # version of the rules that make tokens, in their names
 
 
 def cached_tokens(
@@ -73,7 +73,8 @@ def _recipe_for(
     if not chats and "text" not in value:
         raise UserError(f"{path}, {place}: {keys_error(value)}")
     if chat_template is None and is_conversation(value):
-        raise missing_template(tokenizer, f"the conversations of {path}")
+        tools = [] if value.get("tools") else None
+        only_template(open_tokenizer(tokenizer), f"the conversations of {path}", tools)
     keys, template = (CONVERSATION, chat_template) if chats else (TEXT, None)
     return Recipe(
         (str(path),), tokenizer, keys, append_eod=not chats, strict=True, chat_template=template
@@ -100,9 +101,8 @@ def _name(recipe: Recipe) -> str:
     ):  # omitted if unused, so that names of older files remain valid
         if not settings[name]:
             del settings[name]
-    if recipe.keys == CONVERSATION:
-        settings["rules"] = RULES
+    settings["rules"] = RULES
     digest = hashlib.blake2b(json.dumps(settings).encode(), digest_size=8)
-    for name, data in sorted(tokenizer_files(recipe.tokenizer).items()):
+    for name, data in sorted(tokenizer_files(recipe.tokenizer, templates=True).items()):
         digest.update(hashlib.blake2b(data, person=name.encode()[:16]).digest())
     return digest.hexdigest()

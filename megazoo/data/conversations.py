@@ -21,13 +21,15 @@ CHATML = "<|im_start|>{role}\n{content}<|im_end|>\n"
 def template_of(given: str | None, tokenizer: Tokenizer) -> str | None:
     """Return the chat template that a setting names.
 
-    It is CHATML for "chatml", the content of a .jinja file, or the setting itself. The default is
-    the tokenizer's template, or None without one. UserError if it has no placeholder for messages.
+    It is the tokenizer's template of that name, CHATML for "chatml", the content of a .jinja file,
+    or the setting itself. The default is the tokenizer's template, or None without one. UserError if it has no placeholder for messages.
     """
     if given is None:
         own = tokenizer.chat_template
         text = WRITTEN_AS.match(own) if own else None
         return json.loads(text[1]) if text else own
+    if given in tokenizer.chat_templates:
+        return tokenizer.chat_templates[given]
     if given == CHATML_WORD:
         return CHATML
     if given.endswith(".jinja"):
@@ -40,15 +42,22 @@ def template_of(given: str | None, tokenizer: Tokenizer) -> str | None:
     return given
 
 
-def missing_template(tokenizer: str, needed_for: str) -> UserError:
-    """Return the error for conversations without a chat template.
+def only_template(tokenizer: Tokenizer, needed_for: str, tools: list | None = None) -> str:
+    """Return the template for a conversation of a tokenizer without a default one: tool_use if the
+    conversation has tools.
 
     Args:
-        tokenizer: source of the tokenizer.
-        needed_for: subject of "need" in the text, such as "the conversations of a.jsonl".
+        tokenizer: the tokenizer.
+        needed_for: subject of "need" in the error, such as "the conversations of a.jsonl".
+        tools: the tools of the conversation.
+
+    Raises:
+        UserError: it has no template, or only others, which the error lists.
     """
-    return UserError(
-        f"the tokenizer {tokenizer} has no chat template, which {needed_for} need: pass "
+    if tokenizer.chat_templates:
+        return tokenizer.find_chat_template(tools=tools)
+    raise UserError(
+        f"the tokenizer {tokenizer.source} has no chat template, which {needed_for} need: pass "
         f"--chat-template {CHATML_WORD}, a text with {ROLE} and {CONTENT}, or a .jinja file"
     )
 
@@ -102,7 +111,7 @@ def encode_conversation(
     example = read_example(value)
     if chat := isinstance(example, Conversation):
         if template is None:
-            raise missing_template(tokenizer.source, "conversations")
+            template = only_template(tokenizer, "conversations", example.tools)
         whole_text = is_jinja(template)
         pieces = list(_pieces(tokenizer, example, template))
     else:
@@ -182,7 +191,8 @@ def _check_words(tokenizer: Tokenizer, messages: list[dict], *, plain: bool) -> 
         if not isinstance(role, str) or (plain and not isinstance(content, str)):
             raise ValueError("a message has no role or no content")
         for text in _texts_in(message):
-            if tokenizer.encode(text) != tokenizer.encode(text, parse_special=False):
+            ids = tokenizer.encode(text, parse_special=True)
+            if ids != tokenizer.encode(text, parse_special=False):
                 raise ValueError(f"{text[:40]!r} contains the name of a special token")
 
 

@@ -7,13 +7,12 @@ import torch
 
 from megazoo.checkpoint.base import check_base_on_disk
 from megazoo.checkpoint.writing import PIECE_BYTES
-from megazoo.files import read_bytes
 from megazoo.lora.matrices import AdapterSource, Matrix
 from megazoo.lora.source import SavedAdapters
 from megazoo.models.source import ModelSource
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.shard import Box, ParameterSpec, Piece, in_parts, overlap
-from megazoo.tokenizer.settings import CHAT_TEMPLATE
+from megazoo.tokenizer.templates import DEFAULT, chat_templates_in, with_template
 
 
 class MergedSource(ModelSource):
@@ -41,9 +40,8 @@ class MergedSource(ModelSource):
     @cached_property
     def sidecar_files(self) -> dict[str, bytes]:
         """Return the model's files, and the chat template that the adapters were trained with."""
-        file = self.adapters.path / CHAT_TEMPLATE
-        own = {CHAT_TEMPLATE: read_bytes(file)} if file.is_file() else {}
-        return self.base.sidecar_files | own
+        files, own = self.base.sidecar_files, chat_templates_in(self.adapters.path)
+        return with_template(files, own[DEFAULT]) if DEFAULT in own else files
 
     @cached_property
     def generation(self) -> dict:

@@ -24,7 +24,7 @@ from megazoo.cli.flags import Text, parse_flags, unset
 from megazoo.cli.inference import load_for_inference
 from megazoo.cli.prompts import Printer
 from megazoo.cli.sampling import SamplingOptions, end_of_answers, sampling_settings, with_stops
-from megazoo.data.conversations import as_jinja, missing_template, template_of
+from megazoo.data.conversations import as_jinja, only_template, template_of
 from megazoo.environment import is_rank_zero
 from megazoo.errors import UserError
 from megazoo.parallel.collectives import all_gather_objects, all_reduce
@@ -85,7 +85,9 @@ class Chat:
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         prompt = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-        ids = torch.tensor([self.tokenizer.encode(prompt, add_special_tokens=False)])
+        ids = torch.tensor(
+            [self.tokenizer.encode(prompt, add_special_tokens=False, parse_special=True)]
+        )
         room = self.model.longest_sequence(self.model.config) - ids.shape[1]
         if room < 1:
             raise UserError(
@@ -105,8 +107,7 @@ def main(arguments: list[str]) -> None:
     options = parse_flags(Options, arguments, __doc__)
     model, tokenizer = load_for_inference(options, keep_on_interrupt=True)
     template = template_of(options.chat_template, tokenizer)
-    if template is None:
-        raise missing_template(tokenizer.source, "conversations")
+    template = template or only_template(tokenizer, "conversations")
     tokenizer.chat_template = as_jinja(template, tokenizer)
     settings = sampling_settings(options, model, tokenizer)
     if end := end_of_answers(tokenizer, settings["eos_token_id"]):

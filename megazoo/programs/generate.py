@@ -93,7 +93,10 @@ class Session:
     def answer(self, prompts: list[Prompt]) -> None:
         """Print each prompt with each of its answers, or write the answers to the output."""
         ids, mask = self.tokenizer.encode_batch(
-            [prompt.text for prompt in prompts], padding_side="left", add_special_tokens=self.plain
+            [prompt.text for prompt in prompts],
+            padding_side="left",
+            add_special_tokens=self.plain,
+            parse_special=None if self.plain else True,  # a chat template writes special tokens
         )
         if not ids.numel() or not mask.any(dim=1).all():
             raise UserError(

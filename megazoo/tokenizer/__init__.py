@@ -16,6 +16,7 @@ from megazoo.tokenizer.pipeline import from_pipeline
 from megazoo.tokenizer.ranks import LINE, from_ranks
 from megazoo.tokenizer.sentence_piece import from_sentencepiece
 from megazoo.tokenizer.settings import SETTINGS_FILES, TokenizerSettings, read_settings
+from megazoo.tokenizer.templates import CHAT_TEMPLATE, template_files_in
 
 __all__ = [
     "TOKENIZER_FILES",
@@ -52,6 +53,7 @@ def open_tokenizer(where: str | Path) -> Tokenizer:
     if is_gguf(Path(where)):
         with tempfile.TemporaryDirectory() as beside:
             for name, data in tokenizer_files(where).items():
+                Path(beside, name).parent.mkdir(exist_ok=True)
                 Path(beside, name).write_bytes(data)
             tokenizer = open_tokenizer(beside)
         tokenizer.source = str(where)
@@ -59,7 +61,7 @@ def open_tokenizer(where: str | Path) -> Tokenizer:
     directory, files = _located(where)
     settings = read_settings(directory)
     tokenizer = _from_file(files[0], settings)
-    tokenizer.source, tokenizer.chat_template = str(where), settings.chat_template
+    tokenizer.source = str(where)
     return tokenizer
 
 
@@ -68,11 +70,12 @@ def has_tokenizer(directory: Path) -> bool:
     return any((directory / name).is_file() for name in TOKENIZER_FILES)
 
 
-def tokenizer_files(where: str | Path) -> dict[str, bytes]:
+def tokenizer_files(where: str | Path, *, templates: bool = False) -> dict[str, bytes]:
     """Read the files of a tokenizer.
 
     Args:
         where: As in `open_tokenizer`.
+        templates: Include the .jinja files of chat templates. A GGUF file always includes them.
 
     Returns:
         The contents of the files, by the names that they have in a model's directory. Empty for
@@ -93,9 +96,10 @@ def tokenizer_files(where: str | Path) -> dict[str, bytes]:
     if Path(where).is_file():
         ((_, data),) = contents.items()
         contents = {_usual_name(files[0], data): data}
+    jinja = (CHAT_TEMPLATE, *template_files_in(directory)) if templates else ()
     return contents | {
         name: read_bytes(directory / name)
-        for name in TOKENIZER_SIDECARS
+        for name in (*TOKENIZER_SIDECARS, *jinja)
         if (directory / name).is_file()
     }
 
@@ -140,6 +144,7 @@ def _from_file(path: Path, settings: TokenizerSettings) -> Tokenizer:
     entries = json_object(path, data)
     if _is_vocabulary(entries):
         return from_vocab_and_merges(path, entries, settings)
+    settings.read_tokenizer_json(data, entries)
     try:
         return from_tokenizer_json(path, entries, settings)  # much faster than from_pipeline
     except UserError:

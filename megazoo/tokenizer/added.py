@@ -37,7 +37,7 @@ class AddedToken(NamedTuple):
     def from_json(cls, entry: dict, token_id: int) -> "AddedToken":
         """Create a token from its entry in tokenizer.json or tokenizer_config.json.
 
-        Raises UserError, KeyError or TypeError if the entry is malformed.
+        Raises UserError, KeyError, TypeError or ValueError if the entry is malformed.
         """
         for name in ("single_word", "special", "normalized", "lstrip", "rstrip"):
             if not isinstance(entry.get(name), bool | None):
@@ -46,6 +46,7 @@ class AddedToken(NamedTuple):
                     "not true or false"
                 )
         check_id(token_id, entry["content"])
+        entry["content"].encode()  # raises ValueError for lone surrogates
         special = bool(entry.get("special", False))
         return cls(
             entry["content"],
@@ -113,6 +114,8 @@ def _split(
             start = done + len(text[done:start].rstrip(SPACES))
         if token.rstrip:
             end = len(text) - len(text[end:].lstrip(SPACES))
+        if start >= end:  # the previous token has its spaces
+            continue
         if start > done:
             yield text[done:start]
         yield token.id

@@ -2,7 +2,7 @@
 token at a time."""
 
 import codecs
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -10,6 +10,7 @@ import numpy as np
 from megazoo.errors import UserError
 from megazoo.files import brief
 from megazoo.tokenizer.chat import render, render_answers
+from megazoo.tokenizer.templates import DEFAULT
 
 if TYPE_CHECKING:
     import torch
@@ -74,7 +75,11 @@ class Tokenizer:
         pad_token_id: Id of the padding token, or None.
         before: Ids of the special tokens that `encode` adds before a text.
         after: Ids of the special tokens that `encode` adds after a text.
-        chat_template: The Jinja template in the files, or None.
+        special_tokens_map: Contents of the named special tokens, such as image_token.
+        padding_side: Default side on which rows are padded.
+        truncation_side: Default side on which rows are truncated.
+        split_special_tokens: By default, encode the text of a special token as ordinary text.
+        chat_templates: The Jinja templates in the files, by name: default, tool_use ...
     """
 
     source: str = "byte"
@@ -84,24 +89,74 @@ class Tokenizer:
     pad_token_id: int | None = None
     before: tuple[int, ...] = ()  # special tokens that encode adds
     after: tuple[int, ...] = ()
-    chat_template: str | None = None
+    special_tokens_map: Mapping[str, str] = {}
+    padding_side: Side = "right"
+    truncation_side: Side = "right"
+    split_special_tokens: bool = False
+    chat_templates: Mapping[str, str] = {}
+    _special: Collection[int] = ()  # ids that decoding can skip
+
+    @property
+    def chat_template(self) -> str | None:
+        """The template named default, or None. Assigning a template replaces all templates."""
+        return self.chat_templates.get(DEFAULT)
+
+    @chat_template.setter
+    def chat_template(self, template: str | None) -> None:
+        self.chat_templates = {} if template is None else {DEFAULT: template}
+
+    def find_chat_template(self, given: str | None = None, *, tools: list | None = None) -> str:
+        """Return a chat template, chosen as in transformers.
+
+        Args:
+            given: A Jinja template, or the name of one of the tokenizer's.
+            tools: If tools are given, the template named tool_use is preferred to default.
+
+        Raises:
+            UserError: The tokenizer has no template, or several without a default.
+        """
+        templates = self.chat_templates
+        if given is not None:
+            return templates.get(given, given)
+        name = "tool_use" if tools is not None and "tool_use" in templates else DEFAULT
+        if name in templates:
+            return templates[name]
+        if templates:
+            raise UserError(
+                f"the tokenizer {self.source} has no default chat template, but these: "
+                f"{', '.join(sorted(templates))}; pass the name of one as chat_template, or a "
+                "Jinja template"
+            )
+        raise UserError(
+            f"the tokenizer {self.source} has no chat template: neither a chat_template.jinja "
+            "nor a chat_template in tokenizer_config.json"
+        )
 
     @property
     def eod(self) -> int:
-        """The id that ends a document: eos, otherwise bos, otherwise padding.
+        """The id that ends a document: eos, otherwise bos, otherwise padding. Otherwise it is the
+        token that the files add after a text, or before it, or the only special token.
 
         Raises:
             UserError: The tokenizer has none of these tokens.
         """
-        for token in (self.eos_token_id, self.bos_token_id, self.pad_token_id):
+        named = (self.eos_token_id, self.bos_token_id, self.pad_token_id)
+        only = self._special if len(self._special) == 1 else ()
+        for token in (*named, *self.after[-1:], *self.before[:1], *only):
             if token is not None:
                 return token
         raise UserError(
-            "the tokenizer has no token that could end a document: its files name no eos_token"
+            f"the tokenizer {self.source} has no token that could end a document: its files name "
+            "no eos_token. Add it to tokenizer_config.json in the directory of the tokenizer, for "
+            'example {"eos_token": "</s>"}, with the text of a token of the vocabulary'
         )
 
     def encode(
-        self, text: str | bytes, *, add_special_tokens: bool = True, parse_special: bool = True
+        self,
+        text: str | bytes,
+        *,
+        add_special_tokens: bool = True,
+        parse_special: bool | None = None,
     ) -> list[int]:
         """Encode a text.
 
@@ -109,6 +164,7 @@ class Tokenizer:
             text: A string, or UTF-8 bytes.
             add_special_tokens: Add bos and eos if the tokenizer's files request them.
             parse_special: Encode the text of a special token, such as <|endoftext|>, as that token.
+                The default is the opposite of `split_special_tokens`.
 
         Returns:
             The token ids.
@@ -119,7 +175,9 @@ class Tokenizer:
         ids = self.encode_to_numpy(text, parse_special=parse_special).tolist()
         return [*self.before, *ids, *self.after] if add_special_tokens else ids
 
-    def encode_to_numpy(self, text: str | bytes, *, parse_special: bool = True) -> np.ndarray:
+    def encode_to_numpy(
+        self, text: str | bytes, *, parse_special: bool | None = None
+    ) -> np.ndarray:
         """Encode a text without adding special tokens.
 
         Args:
@@ -129,16 +187,18 @@ class Tokenizer:
         Returns:
             uint32 [tokens].
         """
-        return self._encode(as_text(text), parse_special)
+        parse = not self.split_special_tokens if parse_special is None else parse_special
+        return self._encode(as_text(text), parse)
 
     def encode_batch(
         self,
         texts: Sequence[str],
         *,
-        padding_side: Side = "right",
+        padding_side: Side | None = None,
         max_length: int | None = None,
-        truncation_side: Side = "right",
+        truncation_side: Side | None = None,
         add_special_tokens: bool = True,
+        parse_special: bool | None = None,
     ) -> EncodedBatch:
         """Encode texts and pad them to the longest one.
 
@@ -146,18 +206,21 @@ class Tokenizer:
 
         Args:
             texts: The texts of the batch.
-            padding_side: Side on which rows are padded.
+            padding_side: Side on which rows are padded. The default is that of the tokenizer.
             max_length: Truncate rows to this many tokens. Added special tokens count and are kept.
-            truncation_side: Side on which rows are truncated.
+            truncation_side: Side on which rows are truncated. The default is that of the tokenizer.
             add_special_tokens: As in `encode`.
+            parse_special: As in `encode`.
         """
         import torch  # here: a process that only tokenizes needs no torch
 
+        padding_side = self.padding_side if padding_side is None else padding_side
+        truncation_side = self.truncation_side if truncation_side is None else truncation_side
         for name, side in (("padding_side", padding_side), ("truncation_side", truncation_side)):
             if side not in ("left", "right"):
                 raise UserError(f"{name} {side!r} is neither left nor right")
         before, after = (self.before, self.after) if add_special_tokens else ((), ())
-        rows = [self.encode(text, add_special_tokens=False) for text in texts]
+        rows = [self.encode_to_numpy(text, parse_special=parse_special).tolist() for text in texts]
         if max_length is not None:
             added = len(before) + len(after)
             if max_length < added:
@@ -185,9 +248,10 @@ class Tokenizer:
         padding: bool | str = False,
         truncation: bool = False,
         max_length: int | None = None,
-        padding_side: Side = "right",
-        truncation_side: Side = "right",
+        padding_side: Side | None = None,
+        truncation_side: Side | None = None,
         add_special_tokens: bool = True,
+        split_special_tokens: bool | None = None,
         return_tensors: str | None = None,
     ) -> BatchEncoding:
         """Encode one or more texts for `model(**batch)` and `model.generate(**batch)`.
@@ -202,6 +266,8 @@ class Tokenizer:
             padding_side: As in `encode_batch`.
             truncation_side: As in `encode_batch`.
             add_special_tokens: As in `encode`.
+            split_special_tokens: Encode the text of a special token as ordinary text. The default
+                is that of the tokenizer.
             return_tensors: "pt" returns int64 tensors [batch, longest]. By default lists are
                 returned: one list per text, or a flat list for a single text.
 
@@ -229,6 +295,7 @@ class Tokenizer:
             max_length=max_length,
             truncation_side=truncation_side,
             add_special_tokens=add_special_tokens,
+            parse_special=None if split_special_tokens is None else not split_special_tokens,
         )
         if return_tensors:
             if not padding and not mask.all():
@@ -265,7 +332,9 @@ class Tokenizer:
 
         Args:
             messages: Messages with `role` and `content`.
-            chat_template: Template to use instead of the tokenizer's.
+            chat_template: Template to use instead of the tokenizer's, or the name of one of its
+                templates. By default the one named tool_use is used if there are tools, otherwise
+                the one named default.
             tools: As in `megazoo.tokenizer.chat.render`.
             add_generation_prompt: As in `megazoo.tokenizer.chat.render`.
             continue_final_message: As in `megazoo.tokenizer.chat.render`.
@@ -275,9 +344,9 @@ class Tokenizer:
                 none is given.
         """
         return render(
-            self._template(chat_template),
+            self.find_chat_template(chat_template, tools=tools),
             messages,
-            self._texts_of_roles(),
+            self._texts_of_names(),
             tools=tools,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
@@ -291,24 +360,18 @@ class Tokenizer:
         The arguments and errors are those of `apply_chat_template`. See
         `megazoo.tokenizer.chat.render_answers`.
         """
-        template = self._template(chat_template)
-        return render_answers(template, messages, self._texts_of_roles(), tools)
+        template = self.find_chat_template(chat_template, tools=tools)
+        return render_answers(template, messages, self._texts_of_names(), tools)
 
-    def _template(self, given: str | None) -> str:
-        if template := given or self.chat_template:
-            return template
-        raise UserError(
-            f"the tokenizer {self.source} has no chat template: neither a chat_template.jinja "
-            "nor a chat_template in tokenizer_config.json"
-        )
-
-    def _texts_of_roles(self) -> dict[str, str]:
+    def _texts_of_names(self) -> dict[str, str]:
+        """Return the contents of the special tokens that a template can name."""
         ids = {"bos": self.bos_token_id, "eos": self.eos_token_id, "pad": self.pad_token_id}
-        return {
+        texts = {
             f"{role}_token": self.decode([token])
             for role, token in ids.items()
             if token is not None
         }
+        return {**texts, **self.special_tokens_map}
 
     def stream(self, *, skip_special_tokens: bool = False) -> Stream:
         """Decode one token at a time. To decode the text after a prompt, put the prompt's ids

@@ -14,7 +14,9 @@ class ByteTokenizer(Tokenizer):
     vocab_size = 257
     eos_token_id = 256
 
-    def encode_to_numpy(self, text: str | bytes, *, parse_special: bool = True) -> np.ndarray:
+    def encode_to_numpy(
+        self, text: str | bytes, *, parse_special: bool | None = None
+    ) -> np.ndarray:
         """Encode a text as uint16 [bytes]."""
         data = text if isinstance(text, bytes) else as_text(text).encode()
         return np.frombuffer(data, np.uint8).astype(np.uint16)

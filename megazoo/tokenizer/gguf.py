@@ -11,13 +11,16 @@ from typing import Any, NamedTuple
 import sentencepiece
 
 from megazoo.errors import UserError
-from megazoo.files import convert
+from megazoo.files import TEMPLATE_FOLDER, TEMPLATE_NAME, convert
 from megazoo.tokenizer.added import AddedToken
 from megazoo.tokenizer.base import Tokenizer
 from megazoo.tokenizer.byte_bpe import LLAMA3_PATTERN
+from megazoo.tokenizer.sentence_piece import SPACE, SentencePieceTokenizer
+from megazoo.tokenizer.templates import CHAT_TEMPLATE, DEFAULT
+
+TEMPLATE = "tokenizer.chat_template"  # the key of the default template; other keys begin with it
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # tokenizer.ggml.token_type
-SPACE = "\u2581"  # a space in a sentencepiece piece
 QWEN2_PATTERN = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
 TEKKEN_PATTERN = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
@@ -136,9 +139,13 @@ def tokenizer_files_of(metadata: dict[str, Any]) -> dict[str, bytes]:
         "post_processor": _template(around, tokens) or pipeline["post_processor"],
     }
     files = {"tokenizer.json": json.dumps(whole), "tokenizer_config.json": json.dumps(settings)}
-    template = convert(metadata.get("tokenizer.chat_template", ""), str, "tokenizer.chat_template")
+    template = convert(metadata.get(TEMPLATE, ""), str, TEMPLATE)
     if template:
-        files["chat_template.jinja"] = template
+        files[CHAT_TEMPLATE] = template
+    named = convert(metadata.get(f"{TEMPLATE}s", []), list[str], f"{TEMPLATE}s")
+    for name in filter(TEMPLATE_NAME.fullmatch, named):
+        key = f"{TEMPLATE}.{name}"
+        files[f"{TEMPLATE_FOLDER}/{name}.jinja"] = convert(metadata.get(key), str, key)
     return {name: text.encode() for name, text in files.items()}
 
 
@@ -295,17 +302,26 @@ def metadata_of(tokenizer: Tokenizer, files: dict[str, bytes], vocab_size: int) 
         values["scores"] = [token.score for token in tokens]
     unknown = next((i for i, token in enumerate(tokens) if token.kind == UNKNOWN), None)
     for role, token in (
-        ("bos", tokenizer.bos_token_id),
-        ("eos", tokenizer.eos_token_id),
+        ("bos", _first(tokenizer.bos_token_id, *tokenizer.before[:1])),
+        ("eos", _first(tokenizer.eos_token_id, *tokenizer.after[-1:])),
         ("padding", tokenizer.pad_token_id),
         ("unknown", unknown),
     ):
         if token is not None:
             values[f"{role}_token_id"] = token
     metadata = {f"tokenizer.ggml.{key}": value for key, value in values.items()}
-    if tokenizer.chat_template:
-        metadata["tokenizer.chat_template"] = tokenizer.chat_template
+    templates = dict(tokenizer.chat_templates)
+    if template := templates.pop(DEFAULT, None):
+        metadata[TEMPLATE] = template
+    if templates:
+        metadata[f"{TEMPLATE}s"] = sorted(templates)
+        metadata |= {f"{TEMPLATE}.{name}": text for name, text in templates.items()}
     return metadata
+
+
+def _first(*tokens: int | None) -> int | None:
+    """Return the first of the ids that is not None."""
+    return next((token for token in tokens if token is not None), None)
 
 
 class Token(NamedTuple):
@@ -428,4 +444,5 @@ def _of_pieces(data: bytes, tokenizer: Tokenizer) -> tuple[list[Token], dict[str
     text = " two  spaces, \uff21 \ufb01 e\u0301 "
     if model.normalize(text) != (SPACE if prefix else "") + text.replace(" ", SPACE):
         raise UserError("a sentencepiece model that normalizes text can't be written as GGUF")
-    return tokens, {"model": "llama", "pre": "default", "add_space_prefix": prefix}
+    adds_space = isinstance(tokenizer, SentencePieceTokenizer) and tokenizer.adds_space
+    return tokens, {"model": "llama", "pre": "default", "add_space_prefix": adds_space}

@@ -4,10 +4,10 @@ tiktoken can reproduce."""
 from pathlib import Path
 
 from megazoo.errors import UserError
-from megazoo.files import read_bytes
+from megazoo.files import malformed, read_bytes
 from megazoo.tokenizer.added import AddedToken, check_id
 from megazoo.tokenizer.byte_bpe import GPT2_PATTERN, ByteLevelBPE
-from megazoo.tokenizer.settings import TokenizerSettings, malformed
+from megazoo.tokenizer.settings import TokenizerSettings
 
 GPT2_CLASSES = (
     "GPT2Tokenizer",
@@ -71,6 +71,7 @@ def from_vocab_and_merges(
     """Create a GPT-2 tokenizer from vocab.json (with the content `vocab`) and the merges.txt next
     to it."""
     settings.refuse("tokenizer_class", *GPT2_CLASSES)
+    settings.declared = settings.declared or GPT2_CLASSES[0]  # whose files these are
     settings.refuse("add_prefix_space", False)
     path = vocab_path.with_name("merges.txt")
     data = read_bytes(path)

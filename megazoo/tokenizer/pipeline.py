@@ -1,5 +1,6 @@
 """Runs a tokenizer.json of any kind with the `tokenizers` library."""
 
+import json
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -9,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megazoo.errors import UserError
+from megazoo.tokenizer.added import AddedToken
 from megazoo.tokenizer.base import Stream, Tokenizer
 from megazoo.tokenizer.settings import TokenizerSettings
 
 if TYPE_CHECKING:
     import tokenizers
 
+SPACED = ("LlamaTokenizer", "CodeLlamaTokenizer")  # their keys decide about spaces
 BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # a byte in ByteFallback's spelling
 
 
@@ -105,18 +108,35 @@ def from_pipeline(
         )
     with _refused(f"{path} can't be read"):
         pipeline = tokenizers.Tokenizer.from_buffer(data)
+    if (changed := _with_flags(pipeline, entries, settings)) is not None:
+        pipeline = tokenizers.Tokenizer.from_buffer(json.dumps(changed).encode())
+    if settings.tokenizer_class in SPACED and isinstance(pipeline.model, tokenizers.models.BPE):
+        _use_spaces_of_class(pipeline, settings)
     pipeline.no_truncation()
     pipeline.no_padding()
-    prefix = settings.config.get("add_prefix_space")
-    if isinstance(pipeline.pre_tokenizer, tokenizers.pre_tokenizers.ByteLevel) and prefix in (
-        True,
-        False,
+    prefix = settings.flag("add_prefix_space")
+    if (
+        isinstance(pipeline.pre_tokenizer, tokenizers.pre_tokenizers.ByteLevel)
+        and prefix is not None
     ):
         pipeline.pre_tokenizer.add_prefix_space = prefix
     _add_tokens(path, pipeline, settings)
     with _refused(f"{path} can't be used"):
         around = _around(pipeline)
     return settings.apply(PipelineTokenizer(pipeline), pipeline.token_to_id, template=around)
+
+
+def _use_spaces_of_class(pipeline: "tokenizers.Tokenizer", settings: TokenizerSettings) -> None:
+    """Replace the steps around the model by those of LlamaTokenizer, as in transformers."""
+    from tokenizers import decoders, pre_tokenizers
+
+    prefix = settings.prefix
+    steps: list = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if prefix != "never" or settings.tokenizer_class == SPACED[1]:
+        steps.append(decoders.Strip(" ", 1, 0))
+    pipeline.normalizer = None
+    pipeline.pre_tokenizer = pre_tokenizers.Metaspace("\u2581", prefix, split=False)
+    pipeline.decoder = decoders.Sequence(steps)
 
 
 @contextmanager
@@ -130,23 +150,45 @@ def _refused(told: str) -> Iterator[None]:
         raise UserError(f"{told}: {' '.join(str(error).split())}") from error
 
 
+def _with_flags(
+    pipeline: "tokenizers.Tokenizer", entries: dict, settings: TokenizerSettings
+) -> dict | None:
+    """Return a tokenizer.json with the flags of added tokens in the settings files, or None if they
+    are the same."""
+    wanted = {token.content: token for token in _added(pipeline, settings)}
+    old = entries.get("added_tokens") or []
+    new = [{**entry, **_flags(wanted[entry["content"]])} for entry in old]
+    return None if new == old else {**entries, "added_tokens": new}
+
+
+def _added(pipeline: "tokenizers.Tokenizer", settings: TokenizerSettings) -> list[AddedToken]:
+    """Return the added tokens of a pipeline and of the settings files."""
+    names = ("special", "normalized", "lstrip", "rstrip", "single_word")
+    found = [
+        AddedToken(token.content, token_id, **{name: getattr(token, name) for name in names})
+        for token_id, token in pipeline.get_added_tokens_decoder().items()
+    ]
+    return settings.all_added(found, pipeline.token_to_id)
+
+
+def _flags(token: AddedToken) -> dict[str, bool]:
+    return {name: value for name, value in token._asdict().items() if name not in ("content", "id")}
+
+
 def _add_tokens(path: Path, pipeline: "tokenizers.Tokenizer", settings: TokenizerSettings) -> None:
     """Add tokens of the settings files that the pipeline does not have. Raises UserError if the id
     of one differs."""
     import tokenizers
 
     known = {token.content for token in pipeline.get_added_tokens_decoder().values()}
-    added = settings.all_added([], pipeline.token_to_id)
-    for token in sorted(added, key=lambda token: token.id):
+    for token in sorted(_added(pipeline, settings), key=lambda token: token.id):
         if token.content in known:
             continue
-        flags = token._asdict()
-        content, token_id = flags.pop("content"), flags.pop("id")
-        pipeline.add_tokens([tokenizers.AddedToken(content, **flags)])
-        if (found := pipeline.token_to_id(content)) != token_id:
+        pipeline.add_tokens([tokenizers.AddedToken(token.content, **_flags(token))])
+        if (found := pipeline.token_to_id(token.content)) != token.id:
             raise UserError(
-                f"{path}: the added token {content!r} has the id {token_id} in the files beside "
-                f"it, but the vocabulary gives it {found}"
+                f"{path}: the added token {token.content!r} has the id {token.id} in the files "
+                f"beside it, but the vocabulary gives it {found}"
             )
 
 

@@ -5,9 +5,10 @@ import re
 from pathlib import Path
 
 from megazoo.errors import UserError
+from megazoo.files import malformed
 from megazoo.tokenizer.added import AddedToken
 from megazoo.tokenizer.byte_bpe import LLAMA3_PATTERN, ByteLevelBPE
-from megazoo.tokenizer.settings import TokenizerSettings, malformed
+from megazoo.tokenizer.settings import TokenizerSettings
 
 LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?(\n|\Z)")
 NAMED = {
@@ -46,4 +47,6 @@ def from_ranks(path: Path, data: bytes, settings: TokenizerSettings) -> ByteLeve
     added = settings.all_added(found, lambda name: contents.get(name.encode()))
     ids = {token.content: token.id for token in added}
     tokenizer = ByteLevelBPE(tokens, sorted(tokens), LLAMA3_PATTERN, added)
-    return settings.apply(tokenizer, ids.get, add_bos=True)
+    # Meta's code for these files names the first two special tokens bos and eos.
+    own = {} if settings.added else {"bos": len(tokens), "eos": len(tokens) + 1}
+    return settings.apply(tokenizer, ids.get, own, add_bos=True)

@@ -10,7 +10,7 @@ import sentencepiece
 from megazoo.errors import UserError
 from megazoo.tokenizer.added import AddedToken, Splitter
 from megazoo.tokenizer.base import Tokenizer
-from megazoo.tokenizer.settings import TokenizerSettings
+from megazoo.tokenizer.settings import Prefix, TokenizerSettings
 
 CLASSES = (
     "LlamaTokenizer",
@@ -23,42 +23,65 @@ CLASSES = (
 SPACE = "\u2581"  # a space in a piece; in a text, this character becomes a space
 
 
-class SentencePieceTokenizer(Tokenizer):
-    """A sentencepiece model with added tokens.
+# Fields of a sentencepiece model that replace those before them: normalizer_spec with an empty
+# precompiled_charsmap, add_dummy_prefix 0 and remove_extra_whitespaces 0.
+NO_PREFIX, NO_CHANGES = b"\x1a\x02\x18\x00", b"\x1a\x06\x12\x00\x18\x00\x20\x00"
 
-    Each text between special tokens is encoded separately, as LLaMA's own code encodes the turns of
-    a dialogue. The model adds a space before each such text, and decoding removes it.
+
+class SentencePieceTokenizer(Tokenizer):
+    """A sentencepiece model with added tokens. Each text between added tokens is encoded
+    separately.
+
+    Args:
+        model: The model.
+        added: Added tokens.
+        prefix: Texts that begin with an added space, as in transformers: "always" each text between
+            added tokens, "first" only the one at the start, "never" none. A text that begins with a
+            space gets no other one. "model": the model adds a space before each text, and decoding
+            removes it, as in LLaMA's own code.
     """
 
-    def __init__(self, model: sentencepiece.SentencePieceProcessor, added: list[AddedToken]):
+    def __init__(
+        self,
+        model: sentencepiece.SentencePieceProcessor,
+        added: list[AddedToken],
+        prefix: Prefix = "model",
+    ):
         self._model, size = model, model.vocab_size()
         self._bytes = {token: _bytes_of(model, token) for token in range(size)}
         self._bytes |= {token.id: token.content.encode() for token in added}
-        self._alone = {token.id for token in added}
+        self._alone = {token.id for token in added} if prefix == "model" else set()
         self._special = {token.id for token in added if token.special}
         self._split = Splitter(added)
-        self._dummy_prefix = model.encode("a", out_type=str)[0].startswith(SPACE)
+        self._prefix = prefix
+        self.adds_space = (
+            prefix != "never" if prefix != "model" else _first_piece(model).startswith(SPACE)
+        )
         self.vocab_size = max(self._bytes) + 1
 
     def _encode(self, text: str, parse_special: bool) -> np.ndarray:
-        parts = self._split(text, parse_special)
-        ids = [
-            token
-            for part in parts
-            for token in (self._model.encode(part) if isinstance(part, str) else [part])
-        ]
+        ids: list[int] = []
+        for place, part in enumerate(self._split(text, parse_special)):
+            if isinstance(part, int):
+                ids.append(part)
+                continue
+            begins = self._prefix == "always" or (self._prefix == "first" and place == 0)
+            space = " " if begins and part[0] not in (" ", SPACE) else ""
+            ids += self._model.encode(space + part)
         return np.array(ids, np.uint32)
 
     def _reader(self, skip_special_tokens: bool) -> Callable[[int], bytes]:
-        starts = self._dummy_prefix
+        starts = self.adds_space
 
         def read(token: int) -> bytes:
             nonlocal starts
             data = self._bytes.get(token, b"")
+            if token in self._special and skip_special_tokens:
+                data = b""
+            elif token not in self._alone:
+                data, starts = data.removeprefix(b" ") if starts else data, starts and not data
             if token in self._alone:
-                starts = self._dummy_prefix
-                return b"" if skip_special_tokens and token in self._special else data
-            data, starts = data.removeprefix(b" ") if starts else data, starts and not data
+                starts = self.adds_space
             return data
 
         return read
@@ -70,11 +93,12 @@ def from_sentencepiece(
     """Create the tokenizer of a sentencepiece model with the bytes `data`. bos, if the model has
     it, is added before a text."""
     settings.refuse("tokenizer_class", *CLASSES)
-    settings.refuse("add_prefix_space", True)
+    prefix = settings.prefix
     try:
         if not data:
             raise RuntimeError("empty")
-        model = sentencepiece.SentencePieceProcessor(model_proto=data)
+        change = {"model": b"", "never": NO_PREFIX}.get(prefix, NO_CHANGES)
+        model = sentencepiece.SentencePieceProcessor(model_proto=data + change)
     except RuntimeError as error:
         raise UserError(
             f"{path} is neither a sentencepiece model nor lines of base64 and rank"
@@ -89,7 +113,12 @@ def from_sentencepiece(
     ids |= {token.content: token.id for token in added}
     own = {"bos": model.bos_id(), "eos": model.eos_id(), "pad": model.pad_id()}
     own = {role: token for role, token in own.items() if token >= 0}
-    return settings.apply(SentencePieceTokenizer(model, added), ids.get, own, add_bos=True)
+    tokenizer = SentencePieceTokenizer(model, added, prefix)
+    return settings.apply(tokenizer, ids.get, own, add_bos=True)
+
+
+def _first_piece(model: sentencepiece.SentencePieceProcessor) -> str:
+    return model.encode("a", out_type=str)[0]
 
 
 def _bytes_of(model: sentencepiece.SentencePieceProcessor, token: int) -> bytes:

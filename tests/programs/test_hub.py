@@ -169,6 +169,8 @@ def test_which_files_are_wanted():
     assert wanted([*adapter, "adapter_model.bin"]) == adapter
     alone = wanted([*adapter, *shards, "config.json"], tokenizer_alone=True)
     assert alone == ["adapter_config.json", "tokenizer.json", "config.json"]
+    template, *others = (f"additional_chat_templates/{name}" for name in ("a-1.jinja", "a b.jinja"))
+    assert wanted([template, *others, f"x/{template}", "config.json"]) == ["config.json", template]
 
 
 def test_names_of_the_cache():

@@ -193,6 +193,7 @@ def _add_tokenizer(writer: "gguf.GGUFWriter", source: ModelSource) -> str:
     files, reason = source.sidecar_files, ""
     with tempfile.TemporaryDirectory() as directory:
         for name, data in files.items():
+            Path(directory, name).parent.mkdir(exist_ok=True)
             Path(directory, name).write_bytes(data)
         try:
             tokenizer = open_tokenizer(directory)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megazoo.checkpoint.format import GENERATION, SIDECAR_FILES
+from megazoo.checkpoint.format import GENERATION, sidecar_files_in
 from megazoo.checkpoint.generation import TOKEN_IDS, generation_config, with_token_ids
 from megazoo.checkpoint.places import CONFIG
 from megazoo.checkpoint.tensor_files import TensorFiles, pieces_of_file
@@ -49,11 +49,7 @@ class HuggingFaceDirectory(ModelSource):
 
     @cached_property
     def sidecar_files(self) -> dict[str, bytes]:
-        found = {
-            name: read_bytes(self.path / name)
-            for name in SIDECAR_FILES
-            if (self.path / name).is_file()
-        }
+        found = sidecar_files_in(self.path)
         return ({GENERATION: json_bytes(self.generation)} if self.generation else {}) | found
 
     @property

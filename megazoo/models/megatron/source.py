@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from megazoo.checkpoint.format import DTYPES, GENERATION, SIDECAR_FILES
+from megazoo.checkpoint.format import DTYPES, GENERATION, sidecar_files_in
 from megazoo.checkpoint.generation import generation_config
 from megazoo.checkpoint.tensor_files import pieces_of_file
 from megazoo.errors import UserError, advise
@@ -106,10 +106,7 @@ class MegatronCheckpoint(ModelSource):
 
     @cached_property
     def sidecar_files(self) -> dict[str, bytes]:
-        where = self._beside
-        return {
-            name: read_bytes(where / name) for name in SIDECAR_FILES if (where / name).is_file()
-        }
+        return sidecar_files_in(self._beside)
 
     @cached_property
     def generation(self) -> dict:

@@ -71,7 +71,7 @@ def test_where_a_template_is_found(tmp_path):
     for value, expected in ((named, "2"), (named[:1], None), (None, None)):
         config.write_text(json.dumps({**settings, "chat_template": value}))
         assert open_tokenizer(path).chat_template == expected
-    for value in (5, [{"name": "default"}], {"a": "b"}):
+    for value in (5, [{"name": "default"}], {"a": 1}):
         config.write_text(json.dumps({**settings, "chat_template": value}))
         with pytest.raises(UserError, match=r"tokenizer_config.json"):
             open_tokenizer(path)

@@ -21,6 +21,9 @@ from megazoo.tokenizer.gguf import _name_of_words, metadata_of, tokenizer_files_
 from tests.support.tokenizer_files import NATURAL
 from tests.support.transformers_models import config_of
 
+GPT2 = {"eos_token": "<|endoftext|>"}
+NAMES_OF = {"llama3": {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}}
+
 
 @pytest.mark.parametrize("form", ["gpt2", "llama3", "qwen2", "smollm", "llama2"])
 def test_a_tokenizer_travels_both_ways(form, directory, tmp_path):
@@ -33,6 +36,8 @@ def test_a_tokenizer_travels_both_ways(form, directory, tmp_path):
     AutoModelForCausalLM.from_config(config_of("qwen3", vocab_size=1400)).save_pretrained(theirs)
     for path in files.iterdir():
         (theirs / path.name).write_bytes(path.read_bytes())
+    if form != "llama2":
+        (theirs / "tokenizer_config.json").write_text(json.dumps(NAMES_OF.get(form, GPT2)))
     (theirs / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
     file = tmp_path / "model.gguf"
     assert write_gguf(open_source(theirs), file) == ""
@@ -60,6 +65,9 @@ def test_a_tokenizer_travels_both_ways(form, directory, tmp_path):
     assert (after.before, after.after) == (before.before, before.after)
     assert after.eos_token_id == before.eos_token_id
     assert after.apply_chat_template([{"role": "user", "content": "x"}]) == "x"
+    before.chat_templates = {"tool_use": "tools", "default": "x"}
+    written = metadata_of(before, {path.name: path.read_bytes() for path in files.iterdir()}, 1400)
+    assert tokenizer_files_of(written)["additional_chat_templates/tool_use.jinja"] == b"tools"
 
 
 def of_other_words(directory, form):
@@ -175,5 +183,10 @@ def test_forged_metadata_is_named(key):
     assert "tokenizer.json" in tokenizer_files_of(whole)
     with pytest.raises(UserError, match=r"tokenizer\.ggml\."):
         tokenizer_files_of(whole | {f"tokenizer.ggml.{key}": FORGED[key]})
+    named = {"tokenizer.chat_templates": ["a", "../b"], "tokenizer.chat_template.a": "x"}
+    files = tokenizer_files_of(whole | named)
+    assert [name for name in files if "/" in name] == ["additional_chat_templates/a.jinja"]
+    with pytest.raises(UserError, match=r"tokenizer\.chat_template\.a is 5: it must be a string"):
+        tokenizer_files_of(whole | named | {"tokenizer.chat_template.a": 5})
     with pytest.raises(UserError, match=r"tokenizer\.chat_template is 5: it must be a string"):
         tokenizer_files_of(whole | {"tokenizer.chat_template": 5})

@@ -6,6 +6,7 @@ import shutil
 import pytest
 from transformers import AutoTokenizer
 
+from megazoo.programs.train_tokenizer import CONFIG
 from megazoo.tokenizer import open_tokenizer
 from megazoo.tokenizer.ranks import special_tokens
 from tests.support.tokenizer_files import LLAMA3_SPECIAL, TOKENS
@@ -22,6 +23,7 @@ OTHERS = {"1100": {"content": "<s>"}, "1101": {"content": "</s>"}}
 LLAMA3 = (FIRST, FIRST + 1, None, [FIRST], [])
 LLAMA3_EOT, LLAMA3_EOM = (FIRST, FIRST + 9, *LLAMA3[2:]), (FIRST, FIRST + 8, *LLAMA3[2:])
 GPT2, LLAMA2, PADDED = (0, 0, None, [], []), (1, 2, None, [1], []), (1, 2, 1200, [1], [])
+NONE = (None, None, None, [], [])
 
 
 def config(**settings) -> dict:
@@ -30,38 +32,49 @@ def config(**settings) -> dict:
 
 # form, files beside it: bos, eos, pad, and the ids around a text
 SETTINGS = {
-    "GPT-2's files name nothing": ("gpt2", {}, GPT2),
-    "nor do vocab.json and merges.txt": ("gpt2_files", {}, GPT2),
-    "NeoX": ("neox", {}, (0, 0, 1, [], [])),
-    "LLaMA-3": ("llama3", {}, LLAMA3),
+    "a tokenizer.json names nothing": ("gpt2", {}, NONE),
+    "vocab.json and merges.txt are GPT-2's": ("gpt2_files", {}, GPT2),
+    "a model names the class": ("gpt2", {"config": {"model_type": "gpt2"}}, GPT2),
+    "NeoX": ("neox", {"config": {"model_type": "gpt_neox"}}, (0, 0, 1, [], [])),
+    "LLaMA-3": ("llama3", {}, (None, None, None, [FIRST], [])),
     "ranks": ("llama3_ranks", {}, LLAMA3),
     "sentencepiece": ("llama2", config(), LLAMA2),
     "sentencepiece alone": ("llama2", {}, LLAMA2),
     "bos in front": ("gpt2_files", config(add_bos_token=True), (0, 0, None, [0], [])),
     "eos behind": ("llama2", config(add_eos_token=True), (1, 2, None, [1], [2])),
     "no bos": ("llama2", config(add_bos_token=False), (1, 2, None, [], [])),
-    "null is none": ("gpt2", config(bos_token=None), (None, 0, None, [], [])),
+    "null is none": ("gpt2_files", config(bos_token=None), (None, 0, None, [], [])),
     "the map": ("llama3_ranks", {"special_tokens_map": EOS}, LLAMA3_EOT),
-    "the config wins": (
+    "the map wins": (
         "llama3_ranks",
         {"special_tokens_map": EOS, **config(eos_token="<|eom_id|>")},
-        LLAMA3_EOM,
+        LLAMA3_EOT,
     ),
-    "ranks with other tokens": ("llama3_ranks", config(added_tokens_decoder=OTHERS), LLAMA3),
+    "unless the config has the added tokens": (
+        "llama3",
+        {"special_tokens_map": EOS, **config(eos_token="<|eom_id|>", added_tokens_decoder={})},
+        (None, *LLAMA3_EOM[1:]),
+    ),
+    "ranks with other tokens": (
+        "llama3_ranks",
+        config(added_tokens_decoder=OTHERS, bos_token="<s>", eos_token="</s>"),
+        LLAMA3,
+    ),
     "a tokenizer.json has its own template": (
         "llama3",
         config(**BOS, **EOS, add_bos_token=False, add_eos_token=True),
         LLAMA3_EOT,
     ),
-    "ids as a last resort": (
+    "ids if there is no name": (
         "gpt2",
         {
-            "config": {"pad_token_id": 5, "eos_token_id": 7},
+            "config": {"pad_token_id": 5, "eos_token_id": 7, "bos_token_id": True},
             "generation_config": {"pad_token_id": [6, 7]},
         },
-        (0, 0, 6, [], []),
+        (None, 7, 6, [], []),
     ),
-    "an id that no token has": ("gpt2", {"config": {"pad_token_id": 5000}}, GPT2),
+    "a class before ids": ("gpt2_files", {"config": {"eos_token_id": 7}}, GPT2),
+    "an id that no token has": ("gpt2", {"config": {"pad_token_id": 5000}}, NONE),
     "a token added to sentencepiece": ("llama2", config(**PAD), PADDED),
     "added_tokens.json": (
         "llama2",
@@ -88,7 +101,8 @@ def test_special_tokens_are_those_of_the_files(directory, tmp_path):
         assert found == (bos, eos, pad), case
         plain = tokenizer.encode("hi there", add_special_tokens=False)
         assert tokenizer.encode("hi there") == [*before, *plain, *after], case
-        assert tokenizer.eod == eos
+        ends = [token for token in (eos, bos, pad, *after, *before, 0) if token is not None]
+        assert tokenizer.eod == ends[0], case
         if case == "ranks with other tokens":
             assert tokenizer.vocab_size == FIRST + 2
         if pad == 1200:
@@ -121,11 +135,11 @@ def test_transformers_sees_the_same(directory, tmp_path):
         check_as_transformers(with_files(directory, form, config(**settings), tmp_path))
 
 
-def test_transformers_sees_the_same_of_sentencepiece(directory):
+def test_transformers_sees_the_same_of_sentencepiece(directory, tmp_path):
     pytest.importorskip(
         "google.protobuf", reason="transformers reads sentencepiece models by protobuf"
     )
-    check_as_transformers(directory / "llama2")
+    check_as_transformers(with_files(directory, "llama2", config(**CONFIG), tmp_path))
 
 
 def test_llama3s_special_tokens_have_their_published_ids():

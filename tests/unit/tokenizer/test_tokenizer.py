@@ -89,7 +89,7 @@ def test_a_stream_gives_whole_characters_and_all_of_them(form, directory, texts)
 
 
 def test_batches_are_padded_and_cut_on_either_side(directory):
-    tokenizer = open_tokenizer(directory / "llama3")
+    tokenizer = open_tokenizer(directory / "llama3_ranks")
     bos, end = TOKENS["llama3"], TOKENS["llama3"] + 1  # there is no padding token: eos does
     a, b = (
         tokenizer.encode(text, add_special_tokens=False) for text in ("hi", "hello world, and more")
