@@ -22,7 +22,8 @@ def template_of(given: str | None, tokenizer: Tokenizer) -> str | None:
     """Return the chat template that a setting names.
 
     It is the tokenizer's template of that name, CHATML for "chatml", the content of a .jinja file,
-    or the setting itself. The default is the tokenizer's template, or None without one. UserError if it has no placeholder for messages.
+    or the setting itself. The default is the tokenizer's template, or None without one. UserError
+    if it has no placeholder for messages.
     """
     if given is None:
         own = tokenizer.chat_template
