@@ -24,7 +24,7 @@ from megazoo.cli.commands import COMMANDS  # noqa: E402
 from megazoo.errors import UserError  # noqa: E402
 from megazoo.layers.rotary import SCALINGS  # noqa: E402
 from megazoo.models.gguf.architecture import ARCHITECTURES  # noqa: E402
-from megazoo.models.registry import FAMILIES  # noqa: E402
+from megazoo.models.registry import FAMILIES, config_from_hugging_face  # noqa: E402
 from megazoo.programs import models  # noqa: E402
 
 OPTIONS = ROOT / "docs" / "options.md"
@@ -136,7 +136,6 @@ def command_table() -> str:
 
 def family_table() -> str:
     """Return a table with one row for each family."""
-    kinds = ", ".join(f"`{kind}`" for kind in SCALINGS if kind != "default")
     table = (
         "| family | model_type | language model | classifier | presets | GGUF | RoPE scaling |\n"
         "|---|---|---|---|---|---|---|\n"
@@ -151,10 +150,21 @@ def family_table() -> str:
             *(f"`{architecture}`" for architecture in architectures),
             str(len(models.found(name))),
             f"`{ARCHITECTURES[name]}`" if name in ARCHITECTURES else "no",
-            kinds if hasattr(config, "rope_scaling") else "no",
+            ", ".join(f"`{kind}`" for kind in SCALINGS if reads_scaling(config, kind)) or "no",
         ]
         table += f"| {' | '.join(cells)} |\n"
     return table
+
+
+def reads_scaling(config, kind: str) -> bool:
+    """Return whether a family reads a config.json with this scaling of rotary positions."""
+    numbers = ("factor", "low_freq_factor", "high_freq_factor")
+    scaling = {"rope_type": kind, **dict.fromkeys(numbers, 2.0), "high_freq_factor": 4.0}
+    values = config.to_hugging_face() | {"rope_scaling": scaling}
+    try:
+        return kind != "default" and config_from_hugging_face(values).rope_scaling is not None
+    except UserError:
+        return False
 
 
 def model_tables() -> str:
