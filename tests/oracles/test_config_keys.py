@@ -2,14 +2,18 @@
 transformers as the oracle: what its code reads, and what its configuration classes make of it."""
 
 import ast
+import copy
 import warnings
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from megazoo.errors import Advice, UserError
+from megazoo.layers import Rotary
 from megazoo.models.hugging_face.config import HARMLESS, MATTERS, QUANTIZED, ConfigReader
 from megazoo.models.registry import config_from_hugging_face, families_by_model_type
 
@@ -195,3 +199,24 @@ def test_quantized_files_are_refused_as_such(form):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         config_from_hugging_face({**LLAMA, "quantization_config": None})
+
+
+SCALINGS = [
+    {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "attn_factor": 2.0},
+    {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "finetuned": True},
+    {"rope_type": "linear", "factor": 2.0, "beta": 3, "finetuned": False},
+    {"rope_type": "default", "factor": 8.0, "attn_factor": 2.0},
+]
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_unread_keys_of_a_scaling_are_ignored(scaling):
+    """The frequencies are those of transformers, which warns about the keys."""
+    values = {**LLAMA, "max_position_embeddings": 64, "rope_scaling": scaling}
+    theirs = LlamaRotaryEmbedding(transformers.LlamaConfig(**copy.deepcopy(values)))
+    with pytest.warns(Advice, match="ignored rope_scaling"):
+        config = config_from_hugging_face(values)
+    rotary = Rotary(16, config.rope_theta, config.max_positions, config.rope_scaling)
+    frequencies, factor = rotary.frequencies(torch.device("cpu"))
+    assert torch.allclose(frequencies, theirs.inv_freq)
+    assert factor == pytest.approx(theirs.attention_scaling)
