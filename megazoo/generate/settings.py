@@ -58,11 +58,10 @@ NOT_APPLIED: dict[str, tuple] = {
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """The settings of `model.generate`.
+    """The settings of `Model.generate`. The defaults are those without a generation_config.json.
 
     Attributes:
-        max_new_tokens: maximum number of new tokens per row; default: 20. The defaults of all
-            settings are those of generation_config.json, and the values here only without it.
+        max_new_tokens: maximum number of new tokens per row; default: 20.
         max_length: maximum number of tokens with the prompt and its padding, instead of
             max_new_tokens.
         min_new_tokens: minimum number of new tokens per row.

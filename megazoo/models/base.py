@@ -435,6 +435,9 @@ class Model(BatchCalls, Freezing, Saving, nn.Module):
         If all replicas pass the same prompts, they share the work, and each returns all rows.
         Otherwise each replica continues its prompts.
 
+        A setting that is not passed, or None, is that of the model's generation_config.json. The
+        names and meanings are those of transformers.
+
         Args:
             input_ids: prompts, int64 [batch, prompt].
             attention_mask: [batch, prompt], 0 for padding, which must be on the left; by default
@@ -443,9 +446,33 @@ class Model(BatchCalls, Freezing, Saving, nn.Module):
                 each new token.
             streamer: object with the methods put(token_ids), called after each new token, and
                 end(), called once at the end. It needs a batch of one row.
-            max_new_tokens, ..., halt: the fields of `megazoo.generate.settings.GenerationSettings`,
-                with the names and meanings of transformers. None: as in generation_config.json of
-                the model, otherwise the default of that class; 20 new tokens.
+            max_new_tokens: maximum number of new tokens per row; default: 20.
+            max_length: maximum number of tokens with the prompt and its padding, instead of
+                max_new_tokens.
+            min_new_tokens: minimum number of new tokens per row.
+            do_sample: whether to sample tokens instead of taking the most likely ones. temperature,
+                top_k and top_p then apply, in this order.
+            temperature: divisor of the scores.
+            top_k: sample from this number of most likely tokens; 0: all.
+            top_p: sample from the most likely tokens whose probabilities add up to this.
+            repetition_penalty: divides positive scores, and multiplies negative ones, of tokens
+                that are already in the row, without padding.
+            no_repeat_ngram_size: n: no n tokens occur twice in a row, including the prompt, without
+                padding; 0: off. It is ignored where it would forbid all tokens.
+            num_beams: number of beams; above 1: beam search.
+            num_return_sequences: number of rows per prompt, one after the other: independent
+                samples, or the best beams.
+            length_penalty: exponent of the length in beam search.
+            early_stopping: when beam search ends: True, False or "never".
+            eos_token_id: one id or several, each of which ends a row.
+            pad_token_id: token after the end of a row; default: the first of eos_token_id.
+            stop: strings; a row ends when its new text contains one of them. It needs the
+                tokenizer.
+            tokenizer: the tokenizer, for stop.
+            halt: called after each token on the ranks of the last stage, which must agree: True
+                ends all rows.
+            seed: seed of the samples. The samples of a row depend on it, on the number of the
+                prompt in the batch, and on the number of the row among those of its prompt.
             others: names that generate does not have, for the error.
 
         Returns:

@@ -63,7 +63,7 @@ def expected(directory, questions, new, system=None):
 
 def test_a_model_without_a_template_needs_one(directory, monkeypatch, capsys):
     words = [directory, "--tokenizer", "byte", "--max-new-tokens", 1, "--device", "cpu"]
-    monkeypatch.setattr("megazoo.cli.inference.chat_template_in", lambda _: None)
+    monkeypatch.setattr("megazoo.cli.inference.chat_templates_in", lambda _: {})
     code, out, error = run_main(chat, monkeypatch, capsys, *words, typed="Hi\n")
     assert (code, out) == (2, "")
     assert (

@@ -76,8 +76,11 @@ def test_a_command_says_its_own_name(monkeypatch, capsys):
 def test_the_help_says_when_tokens_are_sampled(name, monkeypatch, capsys):
     code, out, _ = called(monkeypatch, capsys, name, "--help")
     words = " ".join(out.replace("│", " ").split())
-    assert (code, "(default: greedy; 1 with --top-k or --top-p)" in words) == (0, True)
-    assert "with --temperature, --top-k or --top-p, tokens are sampled" in words
+    assert (code, "(default: the model's, or greedy; 1 with --top-k or --top-p)" in words) == (
+        0,
+        True,
+    )
+    assert "generation_config.json of the model samples; with --temperature" in words
 
 
 def test_every_script_runs_a_command():
