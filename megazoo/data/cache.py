@@ -9,11 +9,11 @@ from typing import Any
 
 from megazoo.data.conversations import only_template
 from megazoo.data.encoding import CONVERSATION, Recipe
-from megazoo.data.formats import is_conversation, keys_error, reader_for
+from megazoo.data.formats import given_keys, is_conversation, keys_error, reader_for
 from megazoo.data.indexed import IndexedTokens
 from megazoo.data.labels import LABELLED, Labels
 from megazoo.data.preprocess import preprocess
-from megazoo.data.text_files import first_object, has_objects
+from megazoo.data.text_files import ROW, first_object, has_objects
 from megazoo.errors import UserError
 from megazoo.files import locked
 from megazoo.terminal import byte_bar
@@ -69,11 +69,13 @@ def _recipe_for(
     if not has_objects(path):
         return Recipe((str(path),), tokenizer, append_eod=True, strict=True, paragraphs=True)
     place, value = first_object(path)
-    chats = reader_for(value) is not None
-    if not chats and "text" not in value:
-        raise UserError(f"{path}, {place}: {keys_error(value)}")
+    keys = given_keys(value)
+    chats = reader_for(keys) is not None
+    if not chats and "text" not in keys:
+        problem = keys_error(value, json_file=not place.startswith(ROW))
+        raise UserError(f"{path}, {place}: {problem}")
     if chat_template is None and is_conversation(value):
-        tools = [] if value.get("tools") else None
+        tools = None if value.get("tools") in (None, "") else []
         only_template(open_tokenizer(tokenizer), f"the conversations of {path}", tools)
     keys, template = (CONVERSATION, chat_template) if chats else (TEXT, None)
     return Recipe(

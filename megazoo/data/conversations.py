@@ -150,13 +150,13 @@ def _pieces(
     _check_words(tokenizer, messages, plain=not is_jinja(template))
     if is_jinja(template):
         given = None if template == tokenizer.chat_template else template
-        text, spans = tokenizer.answers_in(messages, chat_template=given, tools=tools)
+        text, spans = tokenizer.answers_in(
+            messages, chat_template=given, tools=tools, trained=trained
+        )
         done = 0
-        for (start, end), carries_loss in zip(
-            spans, _of_spans(spans, messages, trained), strict=True
-        ):
+        for start, end in spans:
             yield text[done:start], False
-            yield text[start:end], carries_loss
+            yield text[start:end], True
             done = end
         yield text[done:], False
         return
@@ -165,23 +165,6 @@ def _pieces(
         role, content = message["role"], message["content"]
         yield before.replace(ROLE, role), False
         yield content + after.replace(ROLE, role), carries_loss and role == ANSWERS
-
-
-def _of_spans(spans: list, messages: list[dict], trained: list[bool]) -> list[bool]:
-    """Return for each span of answers in a text whether it carries a loss."""
-    answers = [
-        carries_loss
-        for message, carries_loss in zip(messages, trained, strict=True)
-        if message["role"] == ANSWERS
-    ]
-    if all(answers):
-        return [True] * len(spans)
-    if len(answers) != len(spans):
-        raise ValueError(
-            f"the chat template has {len(spans)} texts to train on for {len(answers)} messages of "
-            f"the {ANSWERS}: to remove the loss of some messages, it needs one text per message"
-        )
-    return answers
 
 
 def _check_words(tokenizer: Tokenizer, messages: list[dict], *, plain: bool) -> None:

@@ -20,6 +20,7 @@ ROLES = {
     "system": "system",
     **dict.fromkeys(("tool", "function", "observation"), "tool"),
 }
+CALLS = ("tool_calls", "function_call")  # keys of a message that may have no content
 MARKS = ("weight", "train", "training")  # keys of a message that remove its loss
 NEEDED = (
     "it needs text, or prompt and completion, or messages, or conversations, or instruction and "
@@ -61,12 +62,17 @@ def read_example(value: dict) -> Example:
     Raises:
         ValueError: its keys belong to no format of fine-tuning data, or a value is not valid.
     """
-    read = reader_for(value)
+    read = reader_for(given_keys(value))
     if read is None:
         if "text" in value:
             raise ValueError("it has only text, but the file begins with a conversation")
         raise ValueError(keys_error(value))
     return read(value)
+
+
+def given_keys(value: dict) -> list[str]:
+    """Return the keys of an object, except those that are null."""
+    return [key for key, part in value.items() if part is not None]
 
 
 def reader_for(keys: Iterable[str]) -> Callable[[dict], Example] | None:
@@ -78,13 +84,15 @@ def reader_for(keys: Iterable[str]) -> Callable[[dict], Example] | None:
 
 def is_conversation(value: dict) -> bool:
     """Return whether an object needs a chat template."""
-    read = reader_for(value)
+    read = reader_for(given_keys(value))
     return read is not None and (read is not _of_completion or isinstance(value["prompt"], list))
 
 
-def keys_error(value: dict) -> str:
+def keys_error(value: dict, *, json_file: bool = True) -> str:
     """Return the end of an error for an object of no format: its keys, and a command that converts
-    such objects."""
+    such objects. json_file: it is in a JSON file, which the command can read."""
+    if not json_file:
+        return f"{NEEDED}; {keys_of(value)}"
     return (
         f"{NEEDED}; {keys_of(value)}. To convert the file, for example: "
         f"jq -c '{_conversion(value)}' FILE > NEW.jsonl"
@@ -201,13 +209,17 @@ def _messages(value: dict, key: str) -> tuple[list[dict], list[bool]]:
         trained.append(all(_carries_loss(each, mark, number) for mark in MARKS))
         message = {name: part for name, part in each.items() if name not in MARKS}
         if message.get("role") is None and "from" in message:
-            role, content = message.pop("from"), message.pop("value", None)
+            role = message.pop("from")
             if not isinstance(role, str) or role.lower() not in ROLES:
                 raise ValueError(
                     f"message {number} is from {brief(role)}, which is not supported: use "
                     f"{any_of(ROLES)}"
                 )
-            message |= _message(ROLES[role.lower()], content)
+            message["role"] = ROLES[role.lower()]
+        if message.get("content") is None and isinstance(message.get("value"), str):
+            message["content"] = message.pop("value")
+        if message.get("content") is None and not any(map(message.get, CALLS)):
+            raise ValueError(f"message {number} has no content; {keys_of(each)}")
         messages.append(message)
     return messages, trained
 

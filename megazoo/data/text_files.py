@@ -18,7 +18,7 @@ from megazoo.data.formats import reader_for
 from megazoo.errors import UserError
 from megazoo.files import check_whole, without_mark
 
-LOOSE_JSON = (".jsonl", ".json", ".ndjson")  # one object per line, or .json: one array of objects
+LOOSE_JSON = (".jsonl", ".json", ".ndjson")  # one object per line, or one array of objects
 PARQUET = ".parquet"
 ROWS = 1024  # of a .parquet file that are read together
 LINE, ITEM, ROW = "line", "item", "row"  # the units of files with objects
@@ -26,6 +26,7 @@ BLANK = re.compile(r"[ \t\n\r]*")  # between the values of JSON
 PLAIN_TEXT = (".txt",)  # training reads these and JSONL
 STREAM = "stream:"  # prefix of a streamed source
 COMPRESSED = (".gz", ".zst")
+END = object()  # after the last value of a file
 
 
 class Chunk(NamedTuple):
@@ -96,7 +97,7 @@ def _chunks_of_values(
     for first in values:
         lines = [json.dumps(first, default=str).encode()]
         held = len(lines[0])
-        while held < size and (value := next(values, None)) is not None:
+        while held < size and (value := next(values, END)) is not END:
             lines.append(json.dumps(value, default=str).encode())
             held += len(lines[-1])
         start, offset = offset, offset + len(lines)
@@ -158,43 +159,46 @@ def _check_end(text: str, place: int) -> int:
 def _rows_of(path: Path) -> Iterator[dict]:
     """Yield the rows of a .parquet file, without the keys that are null."""
     try:
-        from pyarrow import parquet
+        from pyarrow import ArrowException, parquet
     except ImportError:
         raise UserError(f"{path}: to read .parquet, install pyarrow") from None
     try:
         for rows in parquet.ParquetFile(check_whole(path)).iter_batches(ROWS):
-            yield from map(_without_null, rows.to_pylist())
-    except ValueError as error:  # of pyarrow
+            yield from map(_plain, rows.to_pylist())
+    except (ValueError, OverflowError, TypeError, ArrowException) as error:
         raise UserError(f"{path} can't be read: {error}", exit_code=1) from error
 
 
-def _without_null(value: Any) -> Any:
-    """Return a value without the keys that are null: all rows of a column have the same keys."""
+def _plain(value: Any) -> Any:
+    """Return a value of a row without the keys that are null, because all rows of a column have the
+    same keys. Bytes become text; UnicodeDecodeError if they are not UTF-8."""
     if isinstance(value, dict):
-        return {key: _without_null(part) for key, part in value.items() if part is not None}
-    return [_without_null(part) for part in value] if isinstance(value, list) else value
+        return {key: _plain(part) for key, part in value.items() if part is not None}
+    if isinstance(value, bytes):
+        return value.decode()
+    return [_plain(part) for part in value] if isinstance(value, list) else value
 
 
 def _unit_of(path: Path) -> str:
-    """Return ROW for a .parquet file, ITEM for a .json file that is an array or whose first line is
-    the beginning of an object, and LINE for other files."""
+    """Return ROW for a .parquet file, ITEM for a JSON file that is one array or whose first line is
+    the beginning of an array or object, and LINE for other files. Lines that are lists are an array
+    only in a .json file, or alone."""
     if _is_parquet(path):
         return ROW
-    if _kind_of(path) != ".json":
+    if _kind_of(path) not in LOOSE_JSON:
         return LINE
     with _opened(path) as (_, file):
-        lines = (line.strip() for line in iter(file.readline, b""))
-        first = without_mark(next(filter(None, lines), b""))
-    if first.startswith(b"["):
-        return ITEM
-    try:
-        json.loads(first)
-    except json.JSONDecodeError as error:
-        if first.startswith(b"{") and error.pos >= len(error.doc):
-            return ITEM
-    except (ValueError, RecursionError):
-        pass  # an error of this line
-    return LINE
+        lines = filter(None, (line.strip() for line in iter(file.readline, b"")))
+        first = without_mark(next(lines, b""))
+        try:
+            is_list = isinstance(json.loads(first), list)
+            alone = _kind_of(path) == ".json" or next(lines, None) is None
+            return ITEM if is_list and alone else LINE
+        except json.JSONDecodeError as error:
+            starts = first.startswith((b"{", b"[")) and error.pos >= len(error.doc.rstrip(" ,"))
+            return ITEM if starts else LINE
+        except (ValueError, RecursionError):  # an error of this line
+            return LINE
 
 
 def _is_parquet(path: Path) -> bool:
@@ -301,10 +305,7 @@ def object_of_line(line: bytes) -> dict:
 
 def _object(value: Any) -> dict:
     if isinstance(value, list):
-        raise ValueError(
-            'not a JSON object but a list: a conversation is {"messages": [...]}, and the name of '
-            "a file that is an array must end in .json"
-        )
+        raise ValueError('not a JSON object but a list: a conversation is {"messages": [...]}')
     if not isinstance(value, dict):
         raise ValueError("not a JSON object")
     return value

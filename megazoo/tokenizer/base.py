@@ -353,7 +353,12 @@ class Tokenizer:
         )
 
     def answers_in(
-        self, messages: list[dict], *, chat_template: str | None = None, tools: list | None = None
+        self,
+        messages: list[dict],
+        *,
+        chat_template: str | None = None,
+        tools: list | None = None,
+        trained: list[bool] | None = None,
     ) -> tuple[str, list[tuple[int, int]]]:
         """Return the text of a conversation and the character ranges to train on.
 
@@ -361,7 +366,7 @@ class Tokenizer:
         `megazoo.tokenizer.chat.render_answers`.
         """
         template = self.find_chat_template(chat_template, tools=tools)
-        return render_answers(template, messages, self._texts_of_names(), tools)
+        return render_answers(template, messages, self._texts_of_names(), tools, trained)
 
     def _texts_of_names(self) -> dict[str, str]:
         """Return the contents of the special tokens that a template can name."""

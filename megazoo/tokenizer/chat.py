@@ -7,7 +7,7 @@ from collections.abc import Callable
 from datetime import datetime
 from functools import lru_cache
 from itertools import takewhile
-from typing import Any
+from typing import Any, TypeVar
 
 from megazoo.errors import UserError
 
@@ -17,6 +17,7 @@ END = "END-OF-THE-LAST-MESSAGE "
 ANSWER = "THE-WORDS-OF-AN-ANSWER"  # placeholder that shows where an answer is
 OPEN, CLOSE = "[GENERATION-BLOCK-BEGINS]", "[GENERATION-BLOCK-ENDS]"
 Span = tuple[int, int]
+Result = TypeVar("Result")
 
 
 def render(
@@ -58,13 +59,21 @@ def render(
 
 
 def render_answers(
-    template: str, messages: list[dict], special_tokens: dict[str, str], tools: list | None = None
+    template: str,
+    messages: list[dict],
+    special_tokens: dict[str, str],
+    tools: list | None = None,
+    trained: list[bool] | None = None,
 ) -> tuple[str, list[Span]]:
     """Render a conversation as text and find the characters to train on.
 
     These are the contents of the template's {% generation %} blocks. In a template without such
     blocks, they are the text that an answer adds: from the end of its prompt to the end of its
     message.
+
+    Args:
+        template, messages, special_tokens, tools: As in `render`.
+        trained: Whether each message is trained, if the assistant wrote it. By default all are.
 
     Returns:
         The text, and the ranges (start, end) of its characters to train on.
@@ -76,11 +85,25 @@ def render_answers(
     def rendered(messages: list[dict], **names) -> str:
         return _rendered(template, messages, {**special_tokens, "tools": tools, **names})
 
+    def blocks(count: int) -> int:
+        """Return the number of blocks in the text of the first messages."""
+        return len(_without_marks(rendered(messages[:count]))[1]) if count else 0
+
     text, spans = _without_marks(rendered(messages))
-    if re.search(r"\{%-?\s*generation\b", template):
-        return text, spans
     answers = [place for place, each in enumerate(messages) if each.get("role") == ANSWERS]
-    return text, [_span_of(place, messages, text, rendered) for place in answers]
+    wanted = [place for place in answers if trained is None or trained[place]]
+    if not re.search(r"\{%-?\s*generation\b", template):
+        return text, [_span_of(place, messages, text, rendered) for place in wanted]
+    if wanted == answers:
+        return text, spans
+    counts = [_attempt(lambda p=place: blocks(p + 1) - blocks(p)) for place in answers]
+    if None in counts or sum(filter(None, counts)) != len(spans):
+        raise UserError(
+            "the chat template has other {% generation %} blocks in a longer conversation, so that "
+            "the loss of some messages can't be removed: use one block per message"
+        )
+    of = [place for place, count in zip(answers, counts, strict=True) for _ in range(count or 0)]
+    return text, [span for span, place in zip(spans, of, strict=True) if place in wanted]
 
 
 def _span_of(place: int, messages: list[dict], text: str, rendered: Callable[..., str]) -> Span:
@@ -111,8 +134,8 @@ def _span_of(place: int, messages: list[dict], text: str, rendered: Callable[...
     return start, stop + sum(1 for _ in takewhile(bool, same))
 
 
-def _attempt(render: Callable[[], str]) -> str | None:
-    """Return the rendered part of a conversation, or None if the template rejects it."""
+def _attempt(render: Callable[[], Result]) -> Result | None:
+    """Return a result of rendering a part of a conversation, or None if the template rejects it."""
     try:
         return render()
     except UserError:

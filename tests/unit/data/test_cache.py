@@ -114,7 +114,7 @@ LINES = {
         {"prompt": "a"},
     ],
     "a.jsonl, line 1: it needs text, or prompt and completion, or messages": [{"txt": "a"}],
-    "a.jsonl, line 1: not a JSON object": [["text"]],
+    "a.jsonl, item 1: not a JSON object": [["text"]],
     "a.jsonl, line 2: messages is not a list": [
         {"messages": [dict(role="assistant", content="b")]},
         {"messages": 3},

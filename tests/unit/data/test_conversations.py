@@ -92,7 +92,7 @@ MISTAKES = {
     "its keys are: 'completion'": {"completion": "a"},
     "no text under 'prompt'": {"prompt": 3, "completion": "a"},
     "the completion is empty": {"prompt": "a", "completion": ""},
-    "a message has no role or no content": {"messages": [{"role": "user"}]},
+    "message 1 has no content": {"messages": [{"role": "user"}]},
     "messages is not a list": {"messages": {}},
     "nothing to learn: no words of the assistant": {"messages": [message("user", "a")]},
     "'a<|im_end|>' contains the name of a special token": {

@@ -85,6 +85,13 @@ EXAMPLES = {
         "<system>s\n<tool>1\n<assistant>[2\n]<tool>3\n<assistant>[4\n]<user>5\n<assistant>[6\n"
         "]<assistant>[7\n.]",
     ),
+    "role and value": (
+        {"messages": [{"role": "user", "value": "a"}, {"role": "assistant", "value": "b"}]},
+        "<user>a\n<assistant>[b\n.]",
+    ),
+    "keys that are null": (
+        {"messages": None, "prompt": None, "text": None, "conversations": TALK}, SAID,
+    ),
     "from and value under messages": (
         {"messages": [shared("human", "a"), shared("gpt", "b")]},
         "<user>a\n<assistant>[b\n.]",
@@ -156,7 +163,13 @@ def test_marks_hold_in_templates_of_jinja_and_are_not_shown_to_them():
     assert pieces({"messages": TALK}, MARKED) == "<user>a<assistant>[b]<user>c<assistant>[d]"
     assert pieces(value, WHOLE).replace("[", "").replace("]", "") == "".join(map(json.dumps, TALK))
     one = "{% generation %}{{ messages[1]['content'] }}{% endgeneration %}"
-    with pytest.raises(ValueError, match="has 1 texts to train on for 2 messages"):
+    two = MARKED.replace(
+        "{{ m['content'] }}{% endgeneration %}",
+        "{{ m['content'] }}{% endgeneration %}{% if loop.index > 2 %},{% generation %};"
+        "{% endgeneration %}{% endif %}",
+    )
+    assert pieces(value, two) == "<user>a<assistant>b<user>c<assistant>[d],[;]"
+    with pytest.raises(ValueError, match="use one block per message"):
         pieces(value, one)
 
 
@@ -213,7 +226,13 @@ MISTAKES = {
         "conversations": [shared("human", "a"), shared("narrator", "b")]
     },
     "message 1 is from a list": {"conversations": [shared(["gpt"], "b")]},
-    "a message has no role or no content": {"conversations": [{"from": "gpt"}]},
+    "message 1 has no content; its keys are: 'from'": {"conversations": [{"from": "gpt"}]},
+    "message 1 has no content; its keys are: 'from', 'text'": {
+        "conversations": [{"from": "human", "text": "a"}]
+    },
+    "message 1 has no content; its keys are: 'from', 'value'": {
+        "conversations": [shared("gpt", {"a": 1})]
+    },
     "no text under 'input'": {"instruction": "a", "input": 3, "output": "b"},
     "no text under 'output'": {"instruction": "a", "output": ["b"]},
     "history is not a list of pairs of texts": {
@@ -273,6 +292,9 @@ FORMS = {
     "indented.json": indented,
     "array.json.gz": json.dumps,
     "indented.json.zst": indented,
+    "array.jsonl": json.dumps,
+    "indented.jsonl": indented,
+    "pretty.ndjson": lambda values: json.dumps(values, indent=1),
 }
 
 
@@ -308,8 +330,8 @@ BAD_FILES = {
     ("a.json", "  [\n\n"): "a.json, line 3: Expecting value",
     ("a.json", '{"txt": 1}\n'): "a.json, line 1: it needs text",
     ("a.json", ""): "a.json has no lines",
-    ("a.jsonl", json.dumps(OBJECTS)): "line 1: not a JSON object but a list: a conversation is {",
-    ("a.jsonl", indented(OBJECTS)): "a.jsonl, line 1: Expecting property name",
+    ("a.json", json.dumps([OBJECTS[0], None, OBJECTS[1]])): "a.json, item 2: not a JSON object",
+    ("a.jsonl", "[1]\n[2]"): "line 1: not a JSON object but a list: a conversation is {",
 }
 
 
@@ -350,6 +372,40 @@ def test_preprocess_resumes_within_an_array(tmp_path, monkeypatch):
         assert found == expected
         assert (done.documents, done.bad) == (40, 1)
         assert set(told) == {f"{first}, item 18: no text under 'text'; its keys are: 'txt'"}
+
+
+THOUGHTS = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] if loop.last else "
+    "m['content'].split('</think>')[-1] }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_answers_without_a_loss_may_be_changed_by_the_template():
+    """Like Qwen3's, it removes the thoughts of earlier answers."""
+    thought = message("assistant", "<think>x</think>b")
+    value = {"prompt": [TALK[0], thought, TALK[2]], "completion": TALK[3:]}
+    said = "<user>a<assistant>b<user>c<assistant>[d]"
+    assert pieces(value, THOUGHTS) == said
+    marked = {"messages": [TALK[0], {**thought, "weight": 0}, *TALK[2:]]}
+    assert pieces(marked, THOUGHTS) == said
+    with pytest.raises(ValueError, match="the chat template changes the text of message 2"):
+        pieces({"messages": [TALK[0], thought, *TALK[2:]]}, THOUGHTS)
+
+
+def test_bytes_in_parquet_are_texts(tmp_path):
+    texts = pa.array([b"a", "\u00e9".encode()], pa.binary())
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"prompt": texts, "completion": texts}), path)
+    expected = [
+        encode_conversation(ByteTokenizer(), {"prompt": t, "completion": t}, None)
+        for t in ("a", "\u00e9")
+    ]
+    found = tokens_in(cached_tokens(path, "byte", None))
+    assert found == [list(part) for part in zip(*expected, strict=True)]
+    pq.write_table(pa.table({"prompt": texts, "completion": pa.array([b"\xff"] * 2)}), path)
+    with pytest.raises(UserError, match=r"a\.parquet can't be read: 'utf-8' codec"):
+        cached_tokens(path, "byte", None)
 
 
 def test_rows_of_parquet_are_conversations(tmp_path):
