@@ -7,6 +7,7 @@ import tyro
 
 from megazoo.cli.flags import unset
 from megazoo.cli.inference import InferenceOptions
+from megazoo.generate import GenerationSettings
 from megazoo.models.base import Model
 from megazoo.terminal import note_rank_0
 from megazoo.tokenizer import Tokenizer
@@ -52,17 +53,16 @@ def sampling_settings(options: SamplingOptions, model: Model, tokenizer: Tokeniz
         "seed": options.seed,
     }
     if drawn:
-        sampled = {"do_sample": True, "top_k": 0, **drawn}
+        sampled = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, **drawn}
         settings |= sampled if options.temperature != 0 else {"do_sample": False}
     elif getattr(options, "num_beams", 1) > 1:
         settings["do_sample"] = False
     elif model.generation.get("do_sample") is True:
-        values = [
-            f"{name} {model.generation[name]}" for name in SAMPLING if name in model.generation
-        ]
+        saved = GenerationSettings.of({}, model.generation)
+        values = [f"{name} {getattr(saved, name)}" for name in SAMPLING]
         note_rank_0(
-            f"tokens are sampled with {', '.join(values) or 'temperature 1'}, as in "
-            "generation_config.json; --temperature 0 is greedy"
+            f"tokens are sampled with {', '.join(values)}, as generation_config.json says; "
+            "--temperature 0 is greedy"
         )
     ends = model.generation.get("eos_token_id", tokenizer.eos_token_id)
     if ends is None:

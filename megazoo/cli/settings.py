@@ -100,7 +100,7 @@ def starts_fresh(options: Options) -> bool:
     if not load or not save or options.checkpoint.load_weights_only:
         return False
     path = Path(load)
-    if path.resolve() != save.resolve() or has_checkpoint(path):
+    if path.resolve() != save.resolve() or path.is_file() or has_checkpoint(path):
         return False
     written = (LATEST, "step_*", ".step_*", CONFIG)  # of a checkpoint that is not complete
     return not path.exists() or not (any(map(any, map(path.glob, written))) or what_is(path))

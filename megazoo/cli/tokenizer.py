@@ -32,7 +32,7 @@ def with_vocabulary(config: Any, tokenizer: Tokenizer) -> Any:
     if tokenizer.vocab_size <= config.vocab_size:
         return config
     note_rank_0(
-        f"vocab-size: {tokenizer.vocab_size:,}, as the tokenizer {tokenizer.source} needs; the "
-        f"preset has {config.vocab_size:,}"
+        f"vocab-size: {tokenizer.vocab_size:,}, as the tokenizer {tokenizer.source} needs, in "
+        f"place of {config.vocab_size:,}"
     )
     return replace(config, vocab_size=tokenizer.vocab_size)

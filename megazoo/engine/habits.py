@@ -1,10 +1,12 @@
 """Arguments that users of transformers pass by habit: those that change nothing here are ignored,
 the others are translated, or raise an error that says what to write."""
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from megazoo.errors import UserError
 from megazoo.files import brief
+from megazoo.parallel.dtypes import dtype_named
 
 
 class Habit(NamedTuple):
@@ -60,7 +62,8 @@ def refuse(arguments: dict[str, Any], known: dict[str, Habit], call: str) -> Non
         if name not in known:
             raise TypeError(f"{call} has no argument {name}")
         neutral, instead = known[name]
-        if value is not None and neutral is not None and value not in neutral:
+        same = neutral is None or any(type(value) is type(x) and value == x for x in neutral)
+        if value is not None and not same:
             raise UserError(f"{call} does not support {name}={brief(value)}: {instead}")
 
 
@@ -71,15 +74,15 @@ def translated(path: Any, dtype: Any, device: Any, arguments: dict[str, Any]) ->
     device: that of the context.
     """
     if (revision := arguments.pop("revision", None)) is not None:
-        path = f"{path}@{revision}"
+        path = path if Path(path).exists() else f"{path}@{revision}"
     if (older := arguments.pop("torch_dtype", None)) is not None:
-        if dtype not in ("auto", None, older):
+        if dtype not in ("auto", None) and dtype_named(dtype) != dtype_named(older):
             raise UserError(f"dtype {dtype} and torch_dtype {older} differ: pass one of them")
         dtype = older
     places = arguments.get("device_map")
-    if isinstance(places, dict):
-        places = places.get("") if len(places) == 1 else places
-    if str(places) in (str(device), device.type):
+    if isinstance(places, dict) and list(places) == [""]:
+        arguments["device_map"] = places = places[""]
+    if places is not None and str(places) in (str(device), device.type, str(device.index)):
         del arguments["device_map"]
     habits = {name: arguments.pop(name) for name in list(arguments) if name in LOADING}
     refuse(habits, LOADING, "from_pretrained")

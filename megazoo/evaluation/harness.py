@@ -27,8 +27,6 @@ except ImportError as error:
         f"lm_eval can't be imported: {error} (in the clone of megazoo: pip install -e '.[eval]')"
     ) from error
 
-# Settings of generation_config.json that are used unless a task overrides them.
-
 
 @register_model("megazoo")
 class HarnessModel(TemplateLM):

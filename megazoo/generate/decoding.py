@@ -171,7 +171,8 @@ class Chooser:
         rows [..., new tokens] are all new tokens, these included."""
         ended = (tokens[..., None] == self.ends).any(dim=-1)
         if self.settings.stop:
-            newest = rows[..., -self.window :].flatten(0, -2).tolist()
+            # padding, which may be -1, is only in rows that ended before
+            newest = rows[..., -self.window :].clamp(min=0).flatten(0, -2).tolist()
             texts = map(self.settings.tokenizer.decode, newest)
             found = [any(stop in text for stop in self.settings.stop) for text in texts]
             ended = ended | torch.tensor(found, device=ended.device).view(ended.shape)

@@ -12,6 +12,7 @@ from megazoo.files import brief
 
 WHOLE_NUMBERS = (
     "min_new_tokens",
+    "min_length",
     "num_beams",
     "num_return_sequences",
     "no_repeat_ngram_size",
@@ -24,14 +25,14 @@ NUMBERS = ("temperature", "top_p", "repetition_penalty", "length_penalty")
 GENERATION = "generation_config.json"
 # The settings that generation_config.json may set.
 OF_FILES = (
-    "max_new_tokens", "max_length", "min_new_tokens", "do_sample", "temperature", "top_k", "top_p",
-    "repetition_penalty", "no_repeat_ngram_size", "num_beams", "num_return_sequences",
-    "length_penalty", "early_stopping", "eos_token_id", "pad_token_id",
+    "max_new_tokens", "max_length", "min_new_tokens", "min_length", "do_sample", "temperature",
+    "top_k", "top_p", "repetition_penalty", "no_repeat_ngram_size", "num_beams",
+    "num_return_sequences", "length_penalty", "early_stopping", "eos_token_id", "pad_token_id",
 )  # fmt: skip
+OF_SAMPLES = ("min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
 # Settings of transformers that change the tokens and that megazoo lacks, with the values that
 # change nothing.
 NOT_APPLIED: dict[str, tuple] = {
-    "min_length": (0,),
     "min_p": (0,),
     "typical_p": (1,),
     "epsilon_cutoff": (0,),
@@ -65,6 +66,8 @@ class GenerationSettings:
         max_length: maximum number of tokens with the prompt and its padding, instead of
             max_new_tokens.
         min_new_tokens: minimum number of new tokens per row.
+        min_length: minimum number of tokens with the prompt and its padding, unless min_new_tokens
+            is set.
         do_sample: whether to sample tokens instead of taking the most likely ones. temperature,
             top_k and top_p then apply, in this order.
         temperature: divisor of the scores.
@@ -92,6 +95,7 @@ class GenerationSettings:
     max_new_tokens: int | Any = None  # an int after `after`
     max_length: int | None = None
     min_new_tokens: int = 0
+    min_length: int = 0
     do_sample: bool = False
     temperature: float = 1.0
     top_k: int = 50
@@ -144,12 +148,9 @@ class GenerationSettings:
         object.__setattr__(self, name, value)
 
     @classmethod
-    def of(cls, given: dict, saved: dict, longest: int = MOST_ROWS) -> "GenerationSettings":
+    def of(cls, given: dict, saved: dict) -> "GenerationSettings":
         """Return settings from arguments. Those that are not given, or None, are as in `saved`, the
-        values of generation_config.json. UserError for an unknown name.
-
-        longest: tokens of the model's longest sequence, which limits max_length of the file.
-        """
+        values of generation_config.json. UserError for an unknown name."""
         names = [f.name for f in fields(cls)]
         for name in given:
             if name not in names:
@@ -159,20 +160,47 @@ class GenerationSettings:
                 )
         given = {name: value for name, value in given.items() if value is not None}
         values = of_file(saved, given)
-        if "max_length" in values:
-            values["max_length"] = min(values["max_length"], longest)
-        return cls(**{**values, **given})
+        settings = cls(**{**values, **given})
+        only_in_file = {"do_sample", "num_beams"} & values.keys() - given.keys()
+        if settings.do_sample and settings.num_beams > 1 and only_in_file:
+            raise UserError(
+                f"{min(only_in_file)} of {GENERATION}: do_sample and num_beams above 1 exclude "
+                "each other; pass do_sample=False or num_beams=1"
+            )
+        return settings
+
+    def limited(self, given: dict, prompt: int, longest: int) -> "GenerationSettings":
+        """Return the settings, with lengths of generation_config.json that the model and the call
+        have room for.
+
+        given: the arguments of the call, which are not changed. prompt: its tokens. longest: tokens
+        of the model's longest sequence.
+        """
+        changed: dict[str, Any] = {}
+        if self.max_length is not None and given.get("max_length") is None:
+            changed["max_length"] = min(self.max_length, longest)
+        elif self.max_length is None and given.get("max_new_tokens") is None:
+            changed["max_new_tokens"] = min(self.max_new_tokens, max(1, longest - prompt))
+        settings = replace(self, **changed)
+        new = settings.max_new_tokens or settings.max_length - prompt
+        if given.get("min_new_tokens") is None:
+            settings = replace(settings, min_new_tokens=max(0, min(self.min_new_tokens, new)))
+        return settings
 
     def after(self, prompt: int) -> "GenerationSettings":
-        """Return the settings with max_new_tokens instead of max_length, for a prompt of this
-        number of tokens."""
-        if self.max_length is None:
-            return self
-        if self.max_length <= prompt:
-            raise UserError(
-                f"max_length {self.max_length} leaves no new token after a prompt of {prompt}"
-            )
-        return replace(self, max_new_tokens=self.max_length - prompt, max_length=None)
+        """Return the settings with max_new_tokens and min_new_tokens instead of max_length and
+        min_length, for a prompt of this number of tokens."""
+        settings = self
+        if self.max_length is not None:
+            if self.max_length <= prompt:
+                raise UserError(
+                    f"max_length {self.max_length} leaves no new token after a prompt of {prompt}"
+                )
+            settings = replace(self, max_new_tokens=self.max_length - prompt, max_length=None)
+        least = settings.min_new_tokens or min(
+            max(0, self.min_length - prompt), settings.max_new_tokens
+        )
+        return replace(settings, min_new_tokens=least, min_length=0)
 
     def within(self, vocab_size: int) -> "GenerationSettings":
         """Return the settings without the ends that are outside the vocabulary: no row has them."""
@@ -239,14 +267,16 @@ def of_file(saved: dict, given: dict) -> dict:
         values.pop("max_length", None)
     if "max_length" in given:
         values.pop("max_new_tokens", None)
-    if not given.get("do_sample", values.get("do_sample", False)):
+    samples = given.get("do_sample", values.get("do_sample", False))
+    if not samples:
         for name in ("temperature", "top_k", "top_p"):
             values.pop(name, None)
     try:
         GenerationSettings(**values)
     except UserError as error:
         raise UserError(f"{GENERATION}: {error}") from None
-    missing = {name: saved[name] for name in NOT_APPLIED if saved.get(name) is not None}
+    names = NOT_APPLIED.keys() - (() if samples else OF_SAMPLES)
+    missing = {name: saved[name] for name in sorted(names) if saved.get(name) is not None}
     missing = {name: value for name, value in missing.items() if value not in NOT_APPLIED[name]}
     if missing:
         listed = ", ".join(f"{name} {brief(value)}" for name, value in missing.items())

@@ -15,7 +15,6 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import product
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ from megazoo.checkpoint.writing import (
 from megazoo.errors import UserError
 from megazoo.files import brief
 from megazoo.lora.matrices import AdapterSource, Matrix, adaptable_matrices, adapted, short_names
-from megazoo.lora.peft_config import read_config
+from megazoo.lora.peft_config import check_pattern, read_config
 from megazoo.lora.settings import LoRASettings, Target, labels_of
 from megazoo.models.hugging_face.directory import some_of
 from megazoo.models.hugging_face.export import lazy_rows
@@ -304,15 +303,10 @@ def _pattern(
     """
     compiled = []
     for name, value in (pattern or {}).items():
-        if not isfinite(value):
-            raise UserError(f"{file}: {key} of {brief(name)} is {value}: it must be finite")
-        try:
-            compiled.append((re.compile(rf"(.*\.)?({name})$"), value))
-        except (re.error, OverflowError) as error:
-            reason = str(error).partition("\n")[0]
-            raise UserError(
-                f"{file}: {key} has {brief(name)}, which is not a regular expression: {reason}"
-            ) from None
+        if not abs(value) < 2**31:
+            raise UserError(f"{file}: {key} of {brief(name)} is {brief(value)}: it must be finite")
+        check_pattern(name, key, file)
+        compiled.append((re.compile(rf"(.*\.)?({name})$"), value))
 
     def value_of(target: Target) -> float:
         found = (value for expression, value in compiled if expression.match(target.theirs))

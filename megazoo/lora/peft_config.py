@@ -17,6 +17,7 @@ WITHOUT_EFFECT = {
     "fan_in_fan_out", "inference_mode", "loftq_config", "lora_ga_config", "megatron_core",
     "peft_version", "qalora_group_size", "revision", "runtime_config", "task_type",
 }  # fmt: skip
+LONGEST = 10_000  # characters of a regular expression
 # Initial values that leave the base weights unchanged.
 INITIAL_VALUES = (True, False, None, "gaussian", "eva", "orthogonal")
 
@@ -103,18 +104,30 @@ def _check_targets(config: AdapterConfig, file: Path) -> None:
         )
     for key in ("target_modules", "exclude_modules"):
         pattern = getattr(config, key)
-        try:
-            compiled(pattern if isinstance(pattern, str) else "")
-        except (PatternError, OverflowError) as error:
-            reason = str(error).partition("\n")[0]
-            raise UserError(
-                f"{file}: {key} {brief(pattern)} is not a regular expression: {reason}"
-            ) from None
+        if isinstance(pattern, str):
+            check_pattern(pattern, key, file)
     for pattern in _listed(config.layers_pattern or []):
         if not fullmatch(r"\w+", pattern):
             raise UserError(
                 f"{file}: layers_pattern {brief(pattern)} is not supported: use a plain name"
             )
+
+
+def check_pattern(pattern: str, key: str, file: Path) -> None:
+    """Raise UserError for a text that is not a regular expression, or that could take years to
+    match: a repeated group with a repetition inside."""
+    try:
+        compiled(pattern)
+    except (PatternError, OverflowError, RecursionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError(
+            f"{file}: {key} {brief(pattern)} is not a regular expression: {reason}"
+        ) from None
+    if len(pattern) > LONGEST or search(r"[*+}][^(]*\)[*+{]", pattern):
+        raise UserError(
+            f"{file}: {key} {brief(pattern)} is not supported: use at most {LONGEST} characters, "
+            "and no repetition of a group with a repetition"
+        )
 
 
 def _matches(name: str, modules: list[str] | str) -> bool:

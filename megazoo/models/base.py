@@ -62,7 +62,9 @@ class Layers(nn.ModuleDict):
         if str(key) in self:
             return super().__getitem__(str(key))
         here = ", ".join(self) or "none"
-        raise UserError(f"layer {key} is not on this rank, which has the layers: {here}")
+        raise UserError(
+            f"layer {key} is not on this rank, which has the layers: {here}; pass the number of one"
+        )
 
 
 class Model(BatchCalls, Freezing, Saving, nn.Module):
@@ -410,6 +412,7 @@ class Model(BatchCalls, Freezing, Saving, nn.Module):
         max_new_tokens: int | None = None,
         max_length: int | None = None,
         min_new_tokens: int | None = None,
+        min_length: int | None = None,
         do_sample: bool | None = None,
         temperature: float | None = None,
         top_k: int | None = None,
@@ -450,6 +453,8 @@ class Model(BatchCalls, Freezing, Saving, nn.Module):
             max_length: maximum number of tokens with the prompt and its padding, instead of
                 max_new_tokens.
             min_new_tokens: minimum number of new tokens per row.
+            min_length: minimum number of tokens with the prompt and its padding, unless
+                min_new_tokens is set.
             do_sample: whether to sample tokens instead of taking the most likely ones. temperature,
                 top_k and top_p then apply, in this order.
             temperature: divisor of the scores.
@@ -490,6 +495,7 @@ class Model(BatchCalls, Freezing, Saving, nn.Module):
             "max_new_tokens": max_new_tokens,
             "max_length": max_length,
             "min_new_tokens": min_new_tokens,
+            "min_length": min_length,
             "do_sample": do_sample,
             "temperature": temperature,
             "top_k": top_k,
@@ -507,8 +513,10 @@ class Model(BatchCalls, Freezing, Saving, nn.Module):
             "seed": seed,
             "halt": halt,
         }
-        longest = self.longest_sequence(self.config)
-        asked = GenerationSettings.of({**given, **others}, self.generation, longest)
+        asked = GenerationSettings.of({**given, **others}, self.generation)
+        if isinstance(input_ids, torch.Tensor) and input_ids.dim() == 2:
+            longest = self.longest_sequence(self.config)
+            asked = asked.limited(given, input_ids.shape[1], longest)
         return generate(
             self, input_ids, attention_mask, asked, use_cache=use_cache, streamer=streamer
         )

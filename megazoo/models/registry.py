@@ -260,9 +260,9 @@ def config_from_hugging_face(values: dict, origin: str = "the config") -> Any:
     config = model.Config.from_hugging_face(fields)
     fields.finish()
     if fields.ignored:
-        advise(
-            f"{origin}: ignored {', '.join(sorted(fields.ignored))}, which {family} does not read"
-        )
+        names, more = sorted(fields.ignored), len(fields.ignored) - 20
+        listed = ", ".join(names[:20]) + (f" and {more} more" if more > 0 else "")
+        advise(f"{origin}: ignored {listed}, which {family} does not read")
     _typed_values(type(config), vars(config))
     one_layer = dataclasses.replace(config, layers=min(config.layers, 1))
     model.on_meta(one_layer, ParallelContext())  # raises for values that the layers don't support

@@ -30,11 +30,17 @@ SHARED = (
 # parts of MPT's attn_config, which its reader checks, and parts of multimodal and other heads.
 NOT_FIELDS = {"get_text_config", "standardize_rope_params", "validate_rope"}
 OTHERWISE = {"number_of_conv_states"}  # of convolutions, which layer_types would name
+ROTARY = {"rope_theta", "partial_rotary_factor", "original_max_position_embeddings"}
 OF_FAMILY = {
-    "mpt": {"attn_pdrop", "clip_qkv", "softmax_scale", "hidden_dropout", "max_position_embeddings"},
-    "gpt2": {"hidden_dropout", "summary_last_dropout", "head_dim"},
-    "bloom": {"head_dim", "max_position_embeddings"},  # of rotary positions, which it lacks
-    "falcon": {"head_dim"},  # a property of its class, which a file can't set
+    "mpt": {
+        *("attn_pdrop", "clip_qkv", "softmax_scale", "hidden_dropout", "max_position_embeddings"),
+        *ROTARY,
+    },
+    "gpt2": {"hidden_dropout", "summary_last_dropout", "head_dim", *ROTARY},
+    "bloom": {"head_dim", "max_position_embeddings", *ROTARY},  # it lacks rotary positions
+    # head_dim: a property of its class; the others: of scalings that are not supported
+    "falcon": {"head_dim", *ROTARY} - {"rope_theta"},
+    "gpt_neox": ROTARY,  # rotary_emb_base and rotary_pct replace them
     "olmoe": {"num_local_experts"},  # an alias, which is read if the file has it
     "qwen3_moe": {"num_experts"},  # an alias
     "gemma3_text": {
@@ -52,6 +58,8 @@ def read_by(file: Path) -> set[str]:
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Attribute):
             of, name = node.value, node.attr
+            if ast.unparse(of) == "self":
+                continue
         elif (
             isinstance(node, ast.Call)
             and ast.unparse(node.func) in ("getattr", "hasattr")
@@ -60,7 +68,10 @@ def read_by(file: Path) -> set[str]:
             of, name = node.args[0], node.args[1].value
         else:
             continue
-        if ast.unparse(of).endswith("config"):
+        # The configuration classes inherit from a mixin of modeling_rope_utils.
+        if ast.unparse(of).endswith("config") or (
+            ast.unparse(of) == "self" and file.name == "modeling_rope_utils.py"
+        ):
             found.add(name)
     return {name for name in found if isinstance(name, str) and name[0] != "_"}
 
@@ -112,13 +123,13 @@ def test_every_field_that_transformers_reads_is_read_or_refused(model_type):
 def test_the_list_of_fields_that_matter_is_what_shared_code_reads():
     shared = set().union(*(read_by(SOURCE / part) for part in SHARED))
     sizes = {"hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"}
-    assert shared - NOT_FIELDS - OTHERWISE - sizes - {"head_dim"} <= MATTERS.keys()
+    assert shared - NOT_FIELDS - OTHERWISE - sizes - {"head_dim"} - ROTARY <= MATTERS.keys()
 
 
 IGNORED = [
     ("llama", {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {}}),
     ("qwen2", {"use_mrope": False}),
-    ("gpt2", {"output_past": True, "do_sample": False, "pruned_heads": {}, "top_k": 50}),
+    ("gpt2", {"output_past": True, "pruned_heads": {}, "tf_legacy_loss": False}),
     ("gemma2", {"sliding_window_size": 4096}),
     ("llama", {"unsloth_fixed": True, "unsloth_version": "2024.9"}),
     ("falcon", {"n_head": 71, "n_layer": 32}),
@@ -199,6 +210,34 @@ def test_quantized_files_are_refused_as_such(form):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         config_from_hugging_face({**LLAMA, "quantization_config": None})
+
+
+CONTEXTS = [
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    {"rope_type": "linear", "factor": 2.0},
+]
+
+
+@pytest.mark.parametrize("scaling", CONTEXTS)
+def test_the_original_context_beside_a_scaling_replaces_its_own(scaling):
+    values = {**LLAMA, "max_position_embeddings": 128, "original_max_position_embeddings": 16}
+    values["rope_scaling"] = scaling
+    theirs = LlamaRotaryEmbedding(transformers.LlamaConfig(**copy.deepcopy(values)))
+    config = config_from_hugging_face(values)
+    rotary = Rotary(16, config.rope_theta, config.max_positions, config.rope_scaling)
+    frequencies, _ = rotary.frequencies(torch.device("cpu"))
+    assert torch.allclose(frequencies, theirs.inv_freq)
+
+
+def test_ignored_names_are_short_and_plain():
+    strange = {"a\x1b[2J\nERROR": 1, "b" * 5000: 2, **{f"key{i}": 0 for i in range(1000)}}
+    with pytest.warns(Advice) as told:
+        config_from_hugging_face({**LLAMA, **strange})
+    (line,) = [str(each.message) for each in told]
+    assert line.isprintable()
+    assert "and 982 more, which llama does not read" in line
+    assert len(line) < 700
 
 
 SCALINGS = [

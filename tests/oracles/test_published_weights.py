@@ -20,6 +20,7 @@ from tests.support.transformers_models import gpt2, llama
 
 IDS = torch.randint(0, 61, (2, 16), generator=torch.Generator().manual_seed(2))
 INDEX = "model.safetensors.index.json"
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 134\n"
 
 
 def logits_of(path, layout=None):
@@ -48,10 +49,22 @@ def test_a_tensor_that_the_index_lacks_is_read(tmp_path):
     save_file({**state, "model.unknown.weight": head}, file)
     with pytest.raises(UserError, match=r"has the unexpected model\.unknown\.weight"):
         megazoo.from_pretrained(tmp_path)
+    # The index decides about a tensor that is in two files.
     other = next(name for name in index["weight_map"] if index["weight_map"][name] != file.name)
     save_file({**state, other: head}, file)
-    with pytest.raises(UserError, match=rf"has {other}, which .* has, too: remove one of them"):
+    assert close(logits_of(tmp_path), hf(IDS).logits)
+    file_of_other = tmp_path / index["weight_map"][other]
+    for path in (file, file_of_other):
+        save_file({**load_file(path), "lm_head.weight": head}, path)
+    with pytest.raises(UserError, match=r"has lm_head\.weight, which .* has, too: remove one of"):
         megazoo.from_pretrained(tmp_path)
+    (tmp_path / INDEX).write_text(POINTER)
+    with pytest.raises(UserError, match=rf"{INDEX} is a pointer of Git LFS"):
+        megazoo.from_pretrained(tmp_path)
+    for name in ("..", "", "a/b"):
+        (tmp_path / INDEX).write_text(json.dumps({"weight_map": {other: name}}))
+        with pytest.raises(UserError, match="names a file outside its directory: '"):
+            megazoo.from_pretrained(tmp_path)
 
 
 STACKED = ["mixtral", "qwen2_moe, dense between", "qwen3_moe, wide heads", "olmoe"]
@@ -81,9 +94,6 @@ def test_bin_files_from_before_torch_1_6_are_read(tmp_path):
     torch.save({"a": print}, file, _use_new_zipfile_serialization=False)
     with pytest.raises(UserError, match=r"pytorch_model\.bin can't be read"):
         megazoo.from_pretrained(tmp_path)
-
-
-POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 134\n"
 
 
 def test_pointers_of_git_lfs_are_named(tmp_path):

@@ -64,7 +64,7 @@ def test_a_new_model_has_room_for_the_tokenizer(tmp_path, capsys):
     tokenizer.save_pretrained(tmp_path)
     job = [*SMALL, "--tokenizer", str(tmp_path), "--dry-run"]
     assert pretrain.prepare(job).config.vocab_size == len(tokenizer) > 257
-    told = f"vocab-size: {len(tokenizer):,}, as the tokenizer {tmp_path} needs; the preset has 257"
+    told = f"vocab-size: {len(tokenizer):,}, as the tokenizer {tmp_path} needs, in place of 257"
     assert told in capsys.readouterr().err
     assert pretrain.prepare([*job, "--vocab-size", "5000"]).config.vocab_size == 5000
     assert pretrain.prepare([*SMALL, "--dry-run"]).config.vocab_size == 257
@@ -102,6 +102,7 @@ def test_arguments_of_transformers_when_loading(saved):
     ignored |= {"device_map": "auto", "attn_implementation": "sdpa", "use_cache": False}
     model = megazoo.from_pretrained(saved, torch_dtype=torch.bfloat16, **ignored)
     assert model.dtype == torch.bfloat16
+    assert megazoo.from_pretrained(saved, revision="main", dtype="fp32", torch_dtype="float32")
     for place in ("cpu", {"": "cpu"}, torch.device("cpu")):
         assert megazoo.from_pretrained(saved, device_map=place).dtype == torch.float32
     refused = {
@@ -131,6 +132,7 @@ def test_arguments_of_transformers_in_a_call(saved):
         "output_attentions": (True, "the probabilities are never stored"),
         "past_key_values": ("cache", r"call model\.generate"),
         "inputs_embeds": (IDS, "pass input_ids"),
+        "logits_to_keep": (IDS, "take a slice of the logits"),
     }
     for name, (value, told) in refused.items():
         with pytest.raises(UserError, match=rf"model\(\.\.\.\) does not support {name}.*{told}"):

@@ -11,6 +11,7 @@ from typing import Any
 
 from megazoo.errors import UserError
 from megazoo.files import brief
+from megazoo.generate.settings import NOT_APPLIED, OF_FILES
 
 # Fields that do not affect the logits, and that most files have: ignored without a note. They are
 # those of all models, then of GPT-2, LLaMA, MPT and GPT-NeoX.
@@ -33,6 +34,8 @@ HARMLESS = set(
     classifier_dropout is_decoder
     """.split()
 )
+# Settings of generation, which older files have here.
+GENERATION_KEYS = {*OF_FILES, *NOT_APPLIED}
 # Fields that code which all models of transformers share reads, or that name a feature of another
 # family, with the values that change nothing. A family that supports one reads it itself.
 # tests/oracles/test_config_keys.py compares the list with the installed transformers.
@@ -50,6 +53,7 @@ MATTERS: dict[str, tuple] = {
     "is_encoder_decoder": (False,),
 }
 FULL = "full_attention"  # the type in layer_types of a layer without a window
+LARGEST = 2**63
 QUANTIZED = ("quantization_config", "compression_config")
 # The endings of the names of classes whose tensors megazoo reads.
 CLASSES = r"(ForCausalLM|LMHeadModel|ForSequenceClassification|Model)"
@@ -102,13 +106,15 @@ class ConfigReader:
         """Return the value of a field, or the default if it is absent. Raises UserError if its type
         is not the default's. An integer is accepted for a float; True is not a number."""
         value = self.values.pop(name, default)
+        if isinstance(value, int) and abs(value) >= LARGEST:
+            raise UserError(f"{self.inside}{name} is {brief(value)}: it must be below 2^63")
         if default is None:
             return value
         kinds = (float, int) if isinstance(default, float) else type(default)
         is_misplaced_bool = isinstance(value, bool) and not isinstance(default, bool)
         if not isinstance(value, kinds) or is_misplaced_bool:
             raise UserError(
-                f"{self.inside}{name} is {value!r}, not of the type {type(default).__name__}"
+                f"{self.inside}{name} is {brief(value)}, not of the type {type(default).__name__}"
             )
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"{self.inside}{name} is {value}: it must be finite")
@@ -123,7 +129,9 @@ class ConfigReader:
         value = self.values.pop(name, supported[0])
         if value not in supported:
             there = " or ".join(map(repr, supported))
-            raise UserError(f"{self.inside}{name} {value!r} is not supported: it must be {there}")
+            raise UserError(
+                f"{self.inside}{name} {_text_of(value)} is not supported: it must be {there}"
+            )
 
     def renamed(self, names: dict[str, str], defaults: type) -> dict[str, Any]:
         """Return fields under megazoo's names, for fields with the same meaning in both.
@@ -173,7 +181,8 @@ class ConfigReader:
 
     def ignore_rest(self) -> None:
         """Ignore the fields that were not read."""
-        self.ignored += [self.inside + name for name in self.values.keys() - HARMLESS]
+        unread = self.values.keys() - HARMLESS - GENERATION_KEYS
+        self.ignored += [brief(self.inside + name)[1:-1] for name in sorted(unread)]
         self.values = {}
 
     def refuse_rest(self) -> None:
@@ -198,6 +207,12 @@ class ConfigReader:
                     "logits"
                 )
         self.ignore_rest()
+
+
+def _text_of(value: Any) -> str:
+    """Return a value as text, which may be a small object."""
+    text = repr(value)
+    return text if len(text) <= 60 else brief(value)
 
 
 def _method(quantization: Any) -> str:

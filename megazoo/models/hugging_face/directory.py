@@ -1,7 +1,6 @@
 """Read a Hugging Face model directory as the named global tensors of a megazoo model."""
 
 import dataclasses
-import json
 import re
 from collections.abc import Callable
 from functools import cached_property
@@ -17,12 +16,14 @@ from megazoo.checkpoint.places import CONFIG
 from megazoo.checkpoint.tensor_files import TensorFiles, pieces_of_file
 from megazoo.checkpoint.writing import json_bytes
 from megazoo.errors import UserError
-from megazoo.files import json_object, read_bytes
+from megazoo.files import brief, json_object, read_bytes, without_mark
+from megazoo.generate.settings import NOT_APPLIED, OF_FILES
 from megazoo.models.hugging_face.names import HFNames, Run, check_names, hf_names
 from megazoo.models.registry import config_from_file
 from megazoo.models.source import ModelSource
 from megazoo.parallel.shard import Box, ParameterSpec, Piece, overlap
 
+OF_CONFIG = (*TOKEN_IDS, *(name for name in (*OF_FILES, *NOT_APPLIED) if name not in TOKEN_IDS))
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
 
@@ -62,8 +63,8 @@ class HuggingFaceDirectory(ModelSource):
         file = self.path / GENERATION
         if file.is_file():
             return generation_config(file, read_bytes(file))
-        config = self._config_values()  # it may have the token ids instead
-        return {name: config[name] for name in TOKEN_IDS if config.get(name) is not None}
+        config = self._config_values()  # older files have the settings here
+        return {name: config[name] for name in OF_CONFIG if config.get(name) is not None}
 
     def _read_config(self) -> Any:
         return config_from_file(self.path / CONFIG)
@@ -133,21 +134,21 @@ class HuggingFaceDirectory(ModelSource):
         """Return the file of each tensor in the files that an index lists. Like transformers, this
         includes tensors that the index lacks."""
         try:
-            weight_map = json.loads(index.read_text())["weight_map"]
+            weight_map = json_object(index, without_mark(read_bytes(index)))["weight_map"]
             file_of = {str(name): str(file) for name, file in weight_map.items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{index} can't be read: {error!r}") from error
         found: dict[str, str] = {}
         for file in sorted(set(file_of.values())):
-            if Path(file).name != file:
-                raise UserError(f"{index} names a file outside its directory: {file}")
+            if Path(file).name != file or file in ("", ".", ".."):
+                raise UserError(f"{index} names a file outside its directory: {brief(file)}")
             placed = {name for name, where in file_of.items() if where == file}
             missing = placed - self.files.names(file)
             if missing:
                 raise UserError(
                     f"{self.path / file} lacks {some_of(missing)}, which the index places there"
                 )
-            names = self.files.names(file)
+            names = {n for n in self.files.names(file) if file_of.get(n, file) == file}
             if twice := names & found.keys():
                 raise UserError(
                     f"{self.path / file} has {some_of(twice)}, which {found[min(twice)]} has, too: "

@@ -68,9 +68,13 @@ def _read_rotary(fields: ConfigReader, default: float) -> tuple[float, dict | No
     """Return the base of the rotary embeddings, and their scaling or None."""
     theta, rope = fields.take("rope_theta", default), fields.nested("rope_parameters")
     older = fields.nested("rope_scaling")
+    context = fields.take("original_max_position_embeddings")
     if older.values:  # it replaces the newer form
         rope = older
-    return _theta_and_scaling(rope, theta)
+    theta, scaling = _theta_and_scaling(rope, theta)
+    if scaling and context is not None and scaling["rope_type"] in ("llama3", "yarn"):
+        scaling["original_max_position_embeddings"] = context  # it replaces that of the scaling
+    return theta, scaling
 
 
 def _theta_and_scaling(rope: ConfigReader, theta: float) -> tuple[float, dict | None]:

@@ -3,10 +3,11 @@ what is refused."""
 
 import json
 import re
+import warnings
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation import NoRepeatNGramLogitsProcessor
 
 import megazoo
@@ -165,6 +166,8 @@ FILES = [
     {"do_sample": True, "top_k": 1, "temperature": 0.6, "max_new_tokens": 8},
     {"temperature": 0.01, "top_p": 0.5, "max_new_tokens": 8},  # of samples, which nothing draws
     {"num_beams": 2, "num_return_sequences": 2, "max_new_tokens": 6},
+    {"min_length": 16, "max_new_tokens": 12},
+    {"min_length": 16, "min_new_tokens": 2, "max_new_tokens": 12},
 ]
 
 
@@ -186,13 +189,22 @@ def test_the_settings_of_generation_config_apply_as_in_transformers(file, tmp_pa
 
 def test_settings_that_are_missing_here_are_named_once():
     saved = {"min_p": 0.1, "typical_p": 1.0, "suppress_tokens": [3], "guidance_scale": None}
-    with pytest.warns(Advice) as told:
-        GenerationSettings.of({}, saved)
-    (line,) = [str(each.message) for each in told]
-    assert line == (
-        "generation_config.json sets min_p 0.1, suppress_tokens a list: megazoo generates without "
-        "it"
-    )
+    for given, named in (
+        ({"do_sample": True}, "min_p 0.1, suppress_tokens"),
+        ({}, "suppress_tokens"),
+    ):
+        with pytest.warns(Advice) as told:
+            GenerationSettings.of(given, saved)
+        (line,) = [str(each.message) for each in told]
+        assert line == f"generation_config.json sets {named} a list: megazoo generates without it"
+    for given, saved, name in (
+        ({"num_beams": 2}, {"do_sample": True}, "do_sample"),
+        ({"do_sample": True}, {"num_beams": 2}, "num_beams"),
+    ):
+        with pytest.raises(
+            UserError, match=rf"^{name} of generation_config\.json: .*pass do_sample"
+        ):
+            GenerationSettings.of(given, saved)
     with pytest.raises(UserError, match=r"^generation_config\.json: temperature 'hot' is not"):
         GenerationSettings.of({"do_sample": True}, {"temperature": "hot"})
 
@@ -214,6 +226,35 @@ def test_ids_outside_the_vocabulary_end_nothing_and_pad(pad, tmp_path):
     assert torch.equal(out[:, ids.shape[1] :], new.masked_fill(ended, pad))
     beams = model.generate(ids, mask, num_beams=2, **settings)
     assert set(beams[:, ids.shape[1] :].flatten().tolist()) <= {*range(61), pad}
+
+
+def test_older_configs_have_the_settings_of_generation(tmp_path):
+    hf = FAMILIES["llama"]()
+    hf.save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"max_length": 14, "repetition_penalty": 1.8, "no_repeat_ngram_size": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
+    ids, mask = prompts()
+    expected = theirs.generate(ids, attention_mask=mask)
+    assert expected.shape[1] == 14
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", Advice)
+        model = megazoo.from_pretrained(tmp_path)
+    assert torch.equal(model.generate(ids, mask), expected)
+
+
+def test_lengths_of_a_file_are_limited_to_those_of_the_model():
+    model = megazoo.from_config(tiny_config(max_positions=20))
+    ids, _ = prompts(batch=2)
+    for file in ({"max_new_tokens": 4096}, {"max_length": 4096}):
+        model.generation = file
+        assert model.generate(ids).shape == (2, 20)
+    model.generation = {"min_new_tokens": 30}
+    assert model.generate(ids, max_new_tokens=3).shape == (2, 12)
+    with pytest.raises(UserError, match="min_new_tokens 30 is out of range"):
+        model.generate(ids, max_new_tokens=3, min_new_tokens=30)
 
 
 class Letters:
