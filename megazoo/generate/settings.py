@@ -182,7 +182,8 @@ class GenerationSettings:
         elif self.max_length is None and given.get("max_new_tokens") is None:
             changed["max_new_tokens"] = min(self.max_new_tokens, max(1, longest - prompt))
         settings = replace(self, **changed)
-        new = settings.max_new_tokens or settings.max_length - prompt
+        most = settings.max_length
+        new = settings.max_new_tokens if most is None else most - prompt
         if given.get("min_new_tokens") is None:
             settings = replace(settings, min_new_tokens=max(0, min(self.min_new_tokens, new)))
         return settings
