@@ -86,7 +86,7 @@ def tokenizer_files(where: str | Path, *, templates: bool = False) -> dict[str, 
 
     Returns:
         The contents of the files, by the names that they have in a model's directory. The
-            tokenizer_config.json also holds what only the config.json beside it says. Empty for
+            tokenizer_config.json also holds what only the config.json next to it says. Empty for
             "byte".
     """
     if str(where) == "byte":

@@ -71,7 +71,7 @@ def use_prefix_of_class(data: dict, settings: TokenizerSettings) -> bool:
 
     Args:
         data: The contents of the tokenizer.json, which are changed.
-        settings: The settings beside it.
+        settings: The settings next to it.
 
     Returns:
         Whether a step was changed.
