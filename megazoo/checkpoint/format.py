@@ -31,7 +31,12 @@ from zlib_ng.zlib_ng import crc32
 from megazoo.files import read_bytes
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.shard import ParameterSpec, Place, Shard
-from megazoo.tokenizer import TOKENIZER_FILES, TOKENIZER_SIDECARS
+from megazoo.tokenizer import (
+    TOKENIZER_FILES,
+    TOKENIZER_SIDECARS,
+    has_tokenizer,
+    with_whole_config,
+)
 from megazoo.tokenizer.templates import CHAT_TEMPLATE, template_files_in
 
 FORMAT_VERSION, FOLDED_VERSION = 1, 2  # the latter with tensors sharded over folded axes
@@ -44,9 +49,13 @@ SIDECAR_FILES = (GENERATION, *TOKENIZER_FILES, *TOKENIZER_SIDECARS, CHAT_TEMPLAT
 
 def sidecar_files_in(directory: Path) -> dict[str, bytes]:
     """Return the contents of a model's sidecar files by name, including those of
-    additional_chat_templates."""
+    additional_chat_templates.
+
+    The tokenizer_config.json also holds what only config.json says about the tokenizer.
+    """
     names = (*SIDECAR_FILES, *template_files_in(directory))
-    return {name: read_bytes(directory / name) for name in names if (directory / name).is_file()}
+    files = {name: read_bytes(directory / name) for name in names if (directory / name).is_file()}
+    return with_whole_config(directory, files) if has_tokenizer(directory) else files
 
 
 def tensor_to_manifest(

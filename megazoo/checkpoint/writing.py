@@ -185,9 +185,16 @@ def json_bytes(value: Any) -> bytes:
 
 def write_atomically(path: Path, data: bytes) -> dict:
     """Write a file atomically, and return its {"size", "crc32"}. The folder of chat templates is
-    created if necessary."""
-    if path.parent.name == TEMPLATE_FOLDER:
-        path.parent.mkdir(exist_ok=True)
+    created if necessary. Raises UserError if that folder is a symbolic link."""
+    folder = path.parent
+    if folder.name == TEMPLATE_FOLDER:
+        if folder.is_symlink():
+            raise UserError(
+                f"{folder} is a symbolic link, and writing to it would change another directory: "
+                "remove the link",
+                exit_code=1,
+            )
+        folder.mkdir(exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     with open_own(partial, truncate=True) as file:
         file.write(data)

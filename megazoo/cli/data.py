@@ -89,7 +89,8 @@ def take_fingerprints(run: Run) -> None:
 
 def take_along_tokenizer(run: Run, model: Model) -> None:
     """Store the tokenizer's files in checkpoints, in place of those that came with the weights. A
-    resumed run loads them from there."""
+    resumed run loads them from there. A given chat template replaces all templates, because it
+    formats all conversations."""
     source = run.tokenizer.source
     run.options.data.tokenizer = "byte" if source == "byte" else None
     others = (*TOKENIZER_FILES, *TOKENIZER_SIDECARS, CHAT_TEMPLATE)
@@ -98,11 +99,13 @@ def take_along_tokenizer(run: Run, model: Model) -> None:
         for name, data in model.sidecar_files.items()
         if name not in others and not TEMPLATE_FILE.fullmatch(name)
     }
-    template, trained = run.tokenizer.chat_template, run.options.data.chat_template
-    if trained and trains_conversations(run):
-        template = as_jinja(trained, run.tokenizer)
+    own, trained = run.tokenizer.chat_template, run.options.data.chat_template
+    talks = trained and trains_conversations(run)
+    template = as_jinja(trained, run.tokenizer) if talks else own
     files = tokenizer_files(source, templates=True)
-    model.sidecar_files = (with_template(files, template) if template else files) | kept
+    if template:
+        files = with_template(files, template, only=template != own)
+    model.sidecar_files = files | kept
 
 
 def trains_conversations(run: Run) -> bool:

@@ -1,6 +1,7 @@
 """Tokenizers convert text to token ids and back. They are opened from local files, whose contents
 decide the kind of tokenizer. Other files of the directory are not needed."""
 
+import json
 import tempfile
 from pathlib import Path
 
@@ -10,8 +11,13 @@ from megazoo.gguf_file import is_gguf, read_gguf
 from megazoo.hub import local_directory
 from megazoo.tokenizer.base import EncodedBatch, Stream, Tokenizer
 from megazoo.tokenizer.byte import ByteTokenizer
+from megazoo.tokenizer.complete import with_whole_config
 from megazoo.tokenizer.gguf import has_vocabulary, tokenizer_files_of
-from megazoo.tokenizer.hugging_face import from_tokenizer_json, from_vocab_and_merges
+from megazoo.tokenizer.hugging_face import (
+    from_tokenizer_json,
+    from_vocab_and_merges,
+    use_prefix_of_class,
+)
 from megazoo.tokenizer.pipeline import from_pipeline
 from megazoo.tokenizer.ranks import LINE, from_ranks
 from megazoo.tokenizer.sentence_piece import from_sentencepiece
@@ -28,6 +34,7 @@ __all__ = [
     "has_tokenizer",
     "open_tokenizer",
     "tokenizer_files",
+    "with_whole_config",
 ]
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -78,7 +85,8 @@ def tokenizer_files(where: str | Path, *, templates: bool = False) -> dict[str, 
         templates: Include the .jinja files of chat templates. A GGUF file always includes them.
 
     Returns:
-        The contents of the files, by the names that they have in a model's directory. Empty for
+        The contents of the files, by the names that they have in a model's directory. The
+            tokenizer_config.json also holds what only the config.json next to it says. Empty for
             "byte".
     """
     if str(where) == "byte":
@@ -97,11 +105,12 @@ def tokenizer_files(where: str | Path, *, templates: bool = False) -> dict[str, 
         ((_, data),) = contents.items()
         contents = {_usual_name(files[0], data): data}
     jinja = (CHAT_TEMPLATE, *template_files_in(directory)) if templates else ()
-    return contents | {
+    contents |= {
         name: read_bytes(directory / name)
         for name in (*TOKENIZER_SIDECARS, *jinja)
         if (directory / name).is_file()
     }
+    return with_whole_config(directory, contents)
 
 
 def _located(where: str | Path) -> tuple[Path, list[Path]]:
@@ -145,6 +154,8 @@ def _from_file(path: Path, settings: TokenizerSettings) -> Tokenizer:
     if _is_vocabulary(entries):
         return from_vocab_and_merges(path, entries, settings)
     settings.read_tokenizer_json(data, entries)
+    if use_prefix_of_class(entries, settings):
+        data = json.dumps(entries).encode()
     try:
         return from_tokenizer_json(path, entries, settings)  # much faster than from_pipeline
     except UserError:

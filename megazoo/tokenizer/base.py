@@ -76,6 +76,7 @@ class Tokenizer:
         before: Ids of the special tokens that `encode` adds before a text.
         after: Ids of the special tokens that `encode` adds after a text.
         special_tokens_map: Contents of the named special tokens, such as image_token.
+        own_texts: Contents of the bos, eos and pad tokens that the vocabulary itself defines.
         padding_side: Default side on which rows are padded.
         truncation_side: Default side on which rows are truncated.
         split_special_tokens: By default, encode the text of a special token as ordinary text.
@@ -90,6 +91,7 @@ class Tokenizer:
     before: tuple[int, ...] = ()  # special tokens that encode adds
     after: tuple[int, ...] = ()
     special_tokens_map: Mapping[str, str] = {}
+    own_texts: Mapping[str, str] = {}
     padding_side: Side = "right"
     truncation_side: Side = "right"
     split_special_tokens: bool = False
@@ -369,14 +371,9 @@ class Tokenizer:
         return render_answers(template, messages, self._texts_of_names(), tools, trained)
 
     def _texts_of_names(self) -> dict[str, str]:
-        """Return the contents of the special tokens that a template can name."""
-        ids = {"bos": self.bos_token_id, "eos": self.eos_token_id, "pad": self.pad_token_id}
-        texts = {
-            f"{role}_token": self.decode([token])
-            for role, token in ids.items()
-            if token is not None
-        }
-        return {**texts, **self.special_tokens_map}
+        """Return the contents of the special tokens that a template can name. As in transformers, a
+        token that the files only give an id is not one of them."""
+        return {**self.own_texts, **self.special_tokens_map}
 
     def stream(self, *, skip_special_tokens: bool = False) -> Stream:
         """Decode one token at a time. To decode the text after a prompt, put the prompt's ids

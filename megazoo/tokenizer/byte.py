@@ -1,6 +1,6 @@
 """A tokenizer without a vocabulary: each UTF-8 byte is a token."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -13,6 +13,7 @@ class ByteTokenizer(Tokenizer):
 
     vocab_size = 257
     eos_token_id = 256
+    own_texts: Mapping[str, str] = {"eos_token": ""}
 
     def encode_to_numpy(
         self, text: str | bytes, *, parse_special: bool | None = None

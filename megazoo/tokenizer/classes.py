@@ -15,7 +15,7 @@ LLAMA = _named(bos="<s>", eos="</s>", unk="<unk>")
 QWEN2 = _named(eos=END, unk=END, pad=END)
 # Special tokens by name, and the padding side, from transformers/models/*/tokenization_*.py (5.23).
 DEFAULTS = {
-    "BertTokenizer": (_named(unk="[UNK]", sep="[SEP]", pad="[PAD]", cls="[CLS]", mask="[MASK]")),
+    "BertTokenizer": _named(unk="[UNK]", sep="[SEP]", pad="[PAD]", cls="[CLS]", mask="[MASK]"),
     "CodeLlamaTokenizer": (
         LLAMA
         | _named(
@@ -35,16 +35,22 @@ DEFAULTS = {
         )
         | LEFT
     ),
-    "GPT2Tokenizer": (_named(bos=END, eos=END, unk=END)),
-    "GPTNeoXTokenizer": (_named(bos=END, eos=END, unk=END, pad="<|padding|>")),
+    "GPT2Tokenizer": _named(bos=END, eos=END, unk=END),
+    "GPTNeoXTokenizer": _named(bos=END, eos=END, unk=END, pad="<|padding|>"),
     "GemmaTokenizer": (
         _named(bos="<bos>", eos="<eos>", unk="<unk>", pad="<pad>", mask="<mask>") | LEFT
     ),
     "LlamaTokenizer": LLAMA | LEFT,
     "Qwen2Tokenizer": QWEN2,
     "Qwen3_5Tokenizer": QWEN2,
-    "RobertaTokenizer": (LLAMA | _named(sep="</s>", cls="<s>", pad="<pad>", mask="<mask>")),
-    "T5Tokenizer": (_named(eos="</s>", unk="<unk>", pad="<pad>")),
+    "RobertaTokenizer": LLAMA | _named(sep="</s>", cls="<s>", pad="<pad>", mask="<mask>"),
+    "T5Tokenizer": _named(eos="</s>", unk="<unk>", pad="<pad>"),
+}
+# The classes that decide by add_prefix_space whether byte-level BPE adds a space before a text.
+PREFIXED = {
+    *("BartTokenizer", "CodeGenTokenizer", "CohereTokenizer", "DebertaTokenizer", "GPT2Tokenizer"),
+    *("GPTNeoXTokenizer", "LukeTokenizer", "Qwen2Tokenizer", "Qwen3_5Tokenizer"),
+    *("RobertaTokenizer", "WhisperTokenizer"),
 }
 # From TOKENIZER_MAPPING_NAMES: the class of a model_type. Other models have the class that their
 # files name, or none.

@@ -7,6 +7,7 @@ from megazoo.errors import UserError
 from megazoo.files import malformed, read_bytes
 from megazoo.tokenizer.added import AddedToken, check_id
 from megazoo.tokenizer.byte_bpe import GPT2_PATTERN, ByteLevelBPE
+from megazoo.tokenizer.classes import PREFIXED
 from megazoo.tokenizer.settings import TokenizerSettings
 
 GPT2_CLASSES = (
@@ -40,7 +41,6 @@ def from_tokenizer_json(path: Path, data: dict, settings: TokenizerSettings) -> 
     """
     with malformed(path):
         pattern, nfc, template = _read_pipeline(data)
-    settings.refuse("add_prefix_space", False)
     with malformed(path):
         model = data["model"]
         merges = [
@@ -63,6 +63,29 @@ def from_tokenizer_json(path: Path, data: dict, settings: TokenizerSettings) -> 
             exact=bool(model.get("ignore_merges")),
         )
     return settings.apply(tokenizer, id_of, template=template)
+
+
+def use_prefix_of_class(data: dict, settings: TokenizerSettings) -> bool:
+    """Change whether the ByteLevel steps of a tokenizer.json add a space before a text, if the
+    class of the tokenizer decides about it. Without add_prefix_space, such a class adds none.
+
+    Args:
+        data: The contents of the tokenizer.json, which are changed.
+        settings: The settings next to it.
+
+    Returns:
+        Whether a step was changed.
+    """
+    wanted = bool(settings.flag("add_prefix_space"))
+    changed, steps = False, [data.get("pre_tokenizer")]
+    for step in steps if settings.tokenizer_class in PREFIXED else ():
+        if not isinstance(step, dict):
+            continue
+        if isinstance(inside := step.get("pretokenizers"), list):
+            steps += inside
+        if step.get("type") == "ByteLevel" and step.get("add_prefix_space", True) != wanted:
+            step["add_prefix_space"], changed = wanted, True
+    return changed
 
 
 def from_vocab_and_merges(

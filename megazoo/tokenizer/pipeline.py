@@ -114,12 +114,6 @@ def from_pipeline(
         _use_spaces_of_class(pipeline, settings)
     pipeline.no_truncation()
     pipeline.no_padding()
-    prefix = settings.flag("add_prefix_space")
-    if (
-        isinstance(pipeline.pre_tokenizer, tokenizers.pre_tokenizers.ByteLevel)
-        and prefix is not None
-    ):
-        pipeline.pre_tokenizer.add_prefix_space = prefix
     _add_tokens(path, pipeline, settings)
     with _refused(f"{path} can't be used"):
         around = _around(pipeline)

@@ -4,7 +4,7 @@ before and after a text."""
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 from megazoo.errors import UserError
 from megazoo.files import brief, json_object, malformed, read_bytes
@@ -15,10 +15,12 @@ from megazoo.tokenizer.templates import chat_templates_in
 
 CONFIG, MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 SETTINGS_FILES = (CONFIG, MAP, ADDED)
+GENERATION = "generation_config.json"
 Own = TypeVar("Own", bound=Tokenizer)
 ROLES = ("bos", "eos", "pad")
 # The names of special tokens that every tokenizer of transformers has.
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+EXTRA = ("extra_special_tokens", "additional_special_tokens")
 Prefix = Literal["model", "always", "first", "never"]
 SIDES = ("padding_side", "truncation_side")
 # The other names that a chat template is rendered with.
@@ -33,10 +35,11 @@ class TokenizerSettings:
         directory: The directory of the files.
         config: The contents of tokenizer_config.json.
         declared: The tokenizer class that tokenizer_config.json or config.json names, or None.
-        model_type: The model_type of config.json, or None.
+        model_type: The model_type of config.json or tokenizer_config.json, or None.
         names: Contents of the named tokens, such as bos_token. None if a file sets the token to
             null.
         ids: Ids of the bos, eos and pad tokens by role, used if no file and no class names them.
+            Those in tokenizer_config.json come before those of the model.
         special: Additional special tokens.
         added: Added tokens with their ids.
         decides: The flags of `added` replace those in the vocabulary file.
@@ -97,7 +100,8 @@ class TokenizerSettings:
         """Texts of a sentencepiece tokenizer that begin with an added space, by the rules of the
         class in transformers 5: `legacy` of LlamaTokenizer is false by default."""
         wanted, legacy = self.flag("add_prefix_space"), self.flag("legacy")
-        name = self.declared and self.declared.removesuffix("Fast")
+        of_model = self.tokenizer_class if self.byte_level is not None else None
+        name = self.declared.removesuffix("Fast") if self.declared else of_model
         if name is None and wanted is None and legacy is None:
             return "model"
         if wanted is False or name in ("PreTrainedTokenizer", "TokenizersBackend"):
@@ -179,14 +183,26 @@ class TokenizerSettings:
         Args:
             tokenizer: The tokenizer to change.
             id_of: Function from a token's content to its id.
-            own: Ids by role that the vocabulary itself defines.
+            own: Ids by role that the vocabulary itself defines. Templates can name their tokens.
             add_bos: Default of add_bos_token if the files do not contain it.
             template: Ids before and after a text from a tokenizer.json. They override everything
                 else.
+
+        Raises:
+            UserError: A named or additional token is not in the vocabulary.
         """
+        for extra in self.special:
+            if id_of(extra.content) is None:
+                self._refuse_missing("the additional special token", extra)
+        own = own or {}
         for role in ROLES:
-            token = self._id(role, id_of, own or {}, tokenizer.vocab_size)
+            token = self._id(role, id_of, own, tokenizer.vocab_size)
             setattr(tokenizer, f"{role}_token_id", token)
+            if token is not None and token == own.get(role):
+                tokenizer.own_texts = {
+                    **tokenizer.own_texts,
+                    f"{role}_token": tokenizer.decode([token]),
+                }
         of_class = {n: c for n, c in self._of_class().items() if id_of(c) is not None}
         named = {name: token.content for name, token in self.names.items() if token}
         tokenizer.special_tokens_map = of_class | named
@@ -203,6 +219,18 @@ class TokenizerSettings:
         tokenizer.split_special_tokens = bool(self.flag("split_special_tokens"))
         tokenizer.chat_templates = self.chat_templates
         return tokenizer
+
+    def _refuse_missing(self, name: str, token: AddedToken) -> NoReturn:
+        raise UserError(f"{self.directory}: {name} {token.content!r} is not in the vocabulary")
+
+    def unnamed_id(self, role: str) -> int | None:
+        """Return the id in the files of the token with a role, or None if a file names the
+        token."""
+        if f"{role}_token" in self.names:
+            return None
+        # Many a config.json has the id of a bos that the class of the tokenizer does not have.
+        ids = ids_in(self.config) if role == "bos" and self.declared else self.ids
+        return ids.get(role)
 
     def _of_class(self) -> dict[str, str]:
         """Return the default tokens that no file names."""
@@ -221,14 +249,10 @@ class TokenizerSettings:
         if (name := f"{role}_token") in self.names:
             token = self.names[name]
             if token is not None and id_of(token.content) is None:
-                raise UserError(
-                    f"{self.directory}: {name} {token.content!r} is not in the vocabulary"
-                )
+                self._refuse_missing(name, token)
             return None if token is None else id_of(token.content)
         of_class = self.defaults.get(name)
-        # Many a config.json has the id of a bos that the class of the tokenizer does not have.
-        ids = {} if role == "bos" and self.declared else self.ids
-        known = (of_class and id_of(of_class), ids.get(role), own.get(role))
+        known = (of_class and id_of(of_class), self.unnamed_id(role), own.get(role))
         return next((t for t in known if isinstance(t, int) and t < vocab_size), None)
 
 
@@ -240,12 +264,17 @@ def read_settings(directory: Path) -> TokenizerSettings:
     """
     config = _json_beside(directory / CONFIG)
     settings = TokenizerSettings(directory, config)
-    settings.decides = config.get("added_tokens_decoder") is not None
+    decoder = config.get("added_tokens_decoder")
+    if not isinstance(decoder, dict | None):
+        raise UserError(
+            f"{directory / CONFIG}: added_tokens_decoder is {brief(decoder)}: it must be an object"
+        )
+    settings.decides = decoder is not None
     _read_names(settings, directory / CONFIG, config)
     if not settings.decides:  # as in transformers, which then reads the older files
         _read_names(settings, directory / MAP, _json_beside(directory / MAP))
     with malformed(directory / CONFIG):
-        for token_id, entry in (config.get("added_tokens_decoder") or {}).items():
+        for token_id, entry in (decoder or {}).items():
             settings.added.append(AddedToken.from_json(entry, int(token_id)))
     settings.added.sort(key=lambda token: token.id)
     if not settings.decides:
@@ -256,17 +285,24 @@ def read_settings(directory: Path) -> TokenizerSettings:
             for content, token_id in _json_beside(directory / ADDED).items():
                 entry = {"content": content, "special": content in named}
                 settings.added.append(AddedToken.from_json(entry, token_id))
-    for name in ("config.json", "generation_config.json"):
-        entries = _json_beside(directory / name)
-        for role in ROLES:
-            value = entries.get(f"{role}_token_id")
-            value = value[0] if isinstance(value, list) and value else value
-            if type(value) is int and value >= 0:
-                settings.ids[role] = value
-        if name == "config.json":
-            _read_class(settings, entries)
+    model = _json_beside(directory / "config.json")
+    generation = _json_beside(directory / GENERATION)
+    settings.ids = ids_in(model) | ids_in(generation) | ids_in(config)
+    _read_class(settings, model)
     settings.chat_templates = chat_templates_in(directory, config)
     return settings
+
+
+def ids_in(entries: dict) -> dict[str, int]:
+    """Return the ids of the bos, eos and pad tokens in a JSON object, by role. Of a list of ids,
+    the first one counts."""
+    found = {}
+    for role in ROLES:
+        value = entries.get(f"{role}_token_id")
+        value = value[0] if isinstance(value, list) and value else value
+        if type(value) is int and value >= 0:
+            found[role] = value
+    return found
 
 
 def _read_class(settings: TokenizerSettings, model: dict) -> None:
@@ -279,7 +315,7 @@ def _read_class(settings: TokenizerSettings, model: dict) -> None:
                 "of a class"
             )
         settings.declared = settings.declared or declared
-    model_type = model.get("model_type")
+    model_type = model.get("model_type") or settings.config.get("model_type")
     settings.model_type = model_type if isinstance(model_type, str) else None
 
 
@@ -291,7 +327,10 @@ def _read_names(settings: TokenizerSettings, path: Path, entries: dict) -> None:
         for name, value in entries.items()
         if name in NAMED or (name.endswith("_token") and _is_token(value))
     }
-    extra = entries.get("extra_special_tokens") or entries.get("additional_special_tokens")
+    for name in EXTRA:
+        if not isinstance(value := entries.get(name), dict | list | None):
+            raise UserError(f"{path}: {name} is {brief(value)}: it must be a list or an object")
+    extra = entries.get(EXTRA[0]) or entries.get(EXTRA[1])
     if isinstance(extra, dict):
         named |= extra
     with malformed(path):
@@ -303,7 +342,7 @@ def _read_names(settings: TokenizerSettings, path: Path, entries: dict) -> None:
                 settings.names[name] = token
         if not isinstance(extra, dict):
             for value in extra or ():
-                token = _token_of("extra_special_tokens", value, special=path.name == MAP)
+                token = _token_of(EXTRA[0], value, special=path.name == MAP)
                 settings.special.append(token)
 
 

@@ -50,7 +50,9 @@ def chat_templates_in(directory: Path, config: Mapping = {}) -> dict[str, str]:
         return found or _templates_of(config)
 
 
-def with_template(files: Mapping[str, bytes], template: str) -> dict[str, bytes]:
+def with_template(
+    files: Mapping[str, bytes], template: str, *, only: bool = False
+) -> dict[str, bytes]:
     """Replace the default chat template in the files of a tokenizer.
 
     A chat_template.jinja hides all templates of tokenizer_config.json, so the other ones become
@@ -59,12 +61,15 @@ def with_template(files: Mapping[str, bytes], template: str) -> dict[str, bytes]
     Args:
         files: The contents of the files, by name.
         template: The Jinja template.
+        only: The result has no other templates, such as tool_use.
 
     Raises:
         UserError: The name of a template can't be the name of a file.
     """
-    others = {}
-    config = "tokenizer_config.json"
+    config, others = "tokenizer_config.json", {}
+    if only:
+        rest = {name: data for name, data in files.items() if not _is_template(name)}
+        return rest | {CHAT_TEMPLATE: template.encode()}
     if config in files and not any(map(_is_template, files)):
         with malformed(Path(config)):
             others = _templates_of(json_object(Path(config), files[config]))
@@ -76,7 +81,10 @@ def with_template(files: Mapping[str, bytes], template: str) -> dict[str, bytes]
                         "letters, digits, _ and -"
                     )
     named = {f"{TEMPLATE_FOLDER}/{name}.jinja": text.encode() for name, text in others.items()}
-    return {**files, **named, CHAT_TEMPLATE: template.encode()}
+    changed = {**files, **named, CHAT_TEMPLATE: template.encode()}
+    # transformers would use it instead of chat_template.jinja
+    changed.pop(f"{TEMPLATE_FOLDER}/{DEFAULT}.jinja", None)
+    return changed
 
 
 def _is_template(name: str) -> bool:

@@ -7,10 +7,12 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import megazoo
+from megazoo import pretrain
 from megazoo.checkpoint import Checkpoint
 from megazoo.checkpoint.format import sidecar_files_in
 from megazoo.checkpoint.ownership import foreign_entry, remove
 from megazoo.checkpoint.schema import check_manifest
+from megazoo.checkpoint.writing import write_atomically
 from megazoo.errors import UserError
 from megazoo.files import TEMPLATE_FOLDER
 from megazoo.models.hugging_face.export import write_hugging_face
@@ -71,6 +73,9 @@ def test_a_linked_folder_is_not_megazoos(source, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / TEMPLATE_FOLDER).symlink_to(source / TEMPLATE_FOLDER)
     assert foreign_entry(tmp_path / "out") == TEMPLATE_FOLDER
+    with pytest.raises(UserError, match="is a symbolic link, and writing to it would change"):
+        write_atomically(tmp_path / "out" / TEMPLATE_FOLDER / "new.jinja", b"x")
+    assert not (source / TEMPLATE_FOLDER / "new.jinja").exists()
     assert remove(tmp_path / "out")
     assert (source / next(iter(NAMED))).exists()
 
@@ -81,6 +86,9 @@ def test_a_new_default_hides_no_template(tmp_path):
     changed = with_template(files, "mine")
     assert changed == {**files, **NAMED, CHAT_TEMPLATE: b"mine"}
     assert with_template(changed, "again") == {**changed, CHAT_TEMPLATE: b"again"}
+    assert with_template(changed, "own", only=True) == {**files, CHAT_TEMPLATE: b"own"}
+    hidden = {f"{TEMPLATE_FOLDER}/default.jinja": b"old", **NAMED}
+    assert with_template(hidden, "mine") == {**NAMED, CHAT_TEMPLATE: b"mine"}
     for name in ("../x", "a/b", "", "x\n"):
         config = json.dumps({"chat_template": {name: "x"}}).encode()
         with pytest.raises(
@@ -104,3 +112,26 @@ def test_a_manifest_names_no_file_outside(source, tmp_path):
         files = {**manifest["files"], name: {"size": 1, "crc32": 1}}
         with pytest.raises(UserError, match="outside its directory"):
             check_manifest({**manifest, "files": files}, tmp_path)
+
+
+def test_a_given_template_is_the_only_one_of_a_trained_model(source, tmp_path):
+    talk = {"messages": [{"role": r, "content": "a"} for r in ("user", "assistant")]}
+    (tmp_path / "a.jsonl").write_text(f"{json.dumps(talk)}\n" * 8)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bpe = Tokenizer(models.BPE({byte: place for place, byte in enumerate(alphabet)}, []))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.save(str(source / "tokenizer.json"))
+    config = {"eos_token": "a", "chat_template": {"rag": "x"}}
+    (source / "tokenizer_config.json").write_text(json.dumps(config))
+    (source / CHAT_TEMPLATE).write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    words = "--steps 1 --layers 1 --seq-length 8 --global-batch-size 2 --split 100,0 --device cpu"
+    common = [*words.split(), "--data", str(tmp_path / "a.jsonl"), "--tokenizer", str(source)]
+    pretrain.main([*common, "--save", str(tmp_path / "run")])
+    saved = open_tokenizer(Checkpoint(tmp_path / "run").path)
+    assert saved.chat_templates == open_tokenizer(source).chat_templates
+    given = "{% for m in messages %}a{{ m.content }}{% endfor %}"
+    (tmp_path / "mine.jinja").write_text(given)
+    common += ["--chat-template", str(tmp_path / "mine.jinja")]
+    pretrain.main([*common, "--save", str(tmp_path / "other")])
+    saved = open_tokenizer(Checkpoint(tmp_path / "other").path)
+    assert saved.chat_templates == {"default": given}

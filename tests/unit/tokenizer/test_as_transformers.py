@@ -199,6 +199,9 @@ def test_sides_and_splitting_are_the_defaults_of_a_call(base, tmp_path):
         ("tokenizer_class", 5),
         ("extra_special_tokens", [5]),
         ("extra_special_tokens", {"tools": "<s>"}),
+        ("extra_special_tokens", "<s>"),
+        ("additional_special_tokens", "<s>"),
+        ("added_tokens_decoder", []),
         ("image_token", {"content": 5}),
         ("chat_template", {"default": ["a"]}),
     ):
@@ -309,3 +312,42 @@ def test_no_token_is_guessed(base, tmp_path):
     assert (ours.bos_token_id, ours.eos_token_id, ours.special_tokens_map) == (None, None, {})
     with pytest.raises(UserError, match=r"no eos_token\. Add it to tokenizer_config.json in the"):
         _ = ours.eod
+
+
+def test_only_some_classes_add_a_space_before_a_text(base, tmp_path):
+    whole = json.loads(base)
+    spaced = whole | {"pre_tokenizer": whole["pre_tokenizer"] | {"add_prefix_space": True}}
+    names = "GPT2 GPTNeoX Qwen2 Roberta Cohere CodeGen PreTrained Llama".split()
+    for name, data in itertools.product([*names, None], (whole, spaced)):
+        for prefix in (None, True, False):
+            config = {"tokenizer_class": f"{name}Tokenizer"} if name else {}
+            config |= {} if prefix is None else {"add_prefix_space": prefix}
+            if name == "PreTrained":
+                config["tokenizer_class"] = "PreTrainedTokenizerFast"
+            path = write(tmp_path / "a", {"tokenizer_config.json": config}, json.dumps(data))
+            theirs = AutoTokenizer.from_pretrained(path)
+            for text in ("fox", " fox"):
+                ids = theirs.encode(text, add_special_tokens=False)
+                assert open_tokenizer(path).encode(text) == ids, (config, text)
+
+
+def test_an_additional_token_that_is_missing_is_an_error(base, tmp_path):
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        for key in ("additional_special_tokens", "extra_special_tokens"):
+            path = write(tmp_path / "a", {name: {key: ["fox", "<x>"]}}, base)
+            with pytest.raises(UserError, match=r"token '<x>' is not in the vocabulary$"):
+                open_tokenizer(path)
+            assert AutoTokenizer.from_pretrained(path).convert_tokens_to_ids("<x>") >= 271
+    files = {"tokenizer_config.json": {"extra_special_tokens": ["<x>"]}}
+    path = write(tmp_path / "a", files | {"added_tokens.json": {"<x>": 271}}, base)
+    assert open_tokenizer(path).encode("<x>") == [271]
+
+
+def test_templates_see_no_token_that_has_only_an_id(base, tmp_path):
+    ids = {"model_type": "llama", "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    config = {"chat_template": "{{ bos_token }}|{{ eos_token }}|{{ pad_token }}"}
+    config |= {"pad_token": "fox", "tokenizer_class": "PreTrainedTokenizerFast"}
+    path = write(tmp_path / "a", {"config.json": ids, "tokenizer_config.json": config}, base)
+    ours, theirs = open_tokenizer(path), AutoTokenizer.from_pretrained(path)
+    assert rendered(ours) == rendered(theirs, tokenize=False) == "||fox"
+    assert ours.eos_token_id == 2

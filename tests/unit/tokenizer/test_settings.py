@@ -6,8 +6,10 @@ import shutil
 import pytest
 from transformers import AutoTokenizer
 
+from megazoo.checkpoint.format import sidecar_files_in
+from megazoo.data.cache import cached_tokens
 from megazoo.programs.train_tokenizer import CONFIG
-from megazoo.tokenizer import open_tokenizer
+from megazoo.tokenizer import open_tokenizer, tokenizer_files
 from megazoo.tokenizer.ranks import special_tokens
 from tests.support.tokenizer_files import LLAMA3_SPECIAL, TOKENS
 
@@ -147,3 +149,80 @@ def test_llama3s_special_tokens_have_their_published_ids():
     tokens = {token.content: token.id for token in special_tokens(128000)}
     assert tokens == {content: 128000 + place for place, content in enumerate(LLAMA3_SPECIAL)}
     assert (tokens["<|start_header_id|>"], tokens["<|eot_id|>"]) == (128006, 128009)
+
+
+def seen(tokenizer):
+    """What a tokenizer takes from the files beside its vocabulary."""
+    names = ["bos_token_id", "eos_token_id", "pad_token_id", "special_tokens_map", "before"]
+    names += ["after", "padding_side", "truncation_side", "chat_templates"]
+    ids = [tokenizer.encode(text) for text in (" a", "</s> b", "a")]
+    return [ids, *(getattr(tokenizer, name) for name in names)]
+
+
+CONF, GEN = "tokenizer_config", "generation_config"
+WITH_CONFIG = {
+    "the class of a model": ("gpt2", {"config": {"model_type": "gpt2"}}),
+    "a class": ("llama2", {"config": {"tokenizer_class": "LlamaTokenizer"}}),
+    "ids": ("gpt2", {"config": {"bos_token_id": 7, "eos_token_id": [5, 6], "pad_token_id": 8}}),
+    "an id for a generation": (
+        "neox",
+        {"config": {"model_type": "gpt_neox", "eos_token_id": 4}, GEN: {"pad_token_id": 5}},
+    ),
+    "bos of a class without it": (
+        "llama3",
+        {"config": {"model_type": "qwen2", "bos_token_id": 7}, CONF: {"pad_token": None}},
+    ),
+    "an unknown class": (
+        "gpt2",
+        {CONF: {"tokenizer_class": "A"}, "config": {"model_type": "gpt2", "pad_token_id": 9}},
+    ),
+    "a wrong class": ("gpt2", {CONF: {"tokenizer_class": "A"}, "config": {"model_type": "qwen2"}}),
+    "the generic class": (
+        "llama2",
+        {CONF: {"tokenizer_class": "LlamaTokenizer"}, "config": {"model_type": "mistral"}},
+    ),
+    "pieces of a model": ("llama2", {"config": {"model_type": "gemma", "pad_token_id": 7}}),
+    "words of a model": ("gpt2_files", {"config": {"model_type": "qwen2", "bos_token_id": 9}}),
+}
+
+
+def test_what_only_the_config_says_is_taken_along(directory, tmp_path):
+    for case, (form, files) in WITH_CONFIG.items():
+        source = with_files(directory, form, files, tmp_path)
+        expected, copy = seen(open_tokenizer(source)), tmp_path / "other"
+        for found in (tokenizer_files(source), sidecar_files_in(source)):
+            shutil.rmtree(copy, ignore_errors=True)
+            copy.mkdir()
+            for name, data in found.items():
+                (copy / name).write_bytes(data)
+            assert seen(open_tokenizer(copy)) == expected, case
+            assert sidecar_files_in(copy) == found, case
+        if form != "llama2" and case != "words of a model":
+            names = ("special_tokens_map", "padding_side", "bos_token_id", "eos_token_id")
+            ours, theirs = map(AutoTokenizer.from_pretrained, (copy, source))
+            for name in names:
+                assert getattr(ours, name) == getattr(theirs, name), (case, name)
+            # beside the config.json of another model, as after an export
+            (copy / "config.json").write_text('{"model_type": "llama", "eos_token_id": 3}')
+            assert seen(open_tokenizer(copy))[2] == expected[2] or expected[2] is None, case
+
+
+def test_files_that_say_everything_stay_as_they_are(directory, tmp_path):
+    config = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "a", "pad_token": None}
+    model = {"model_type": "gpt2", "bos_token_id": 3, "eos_token_id": 4, "pad_token_id": 5}
+    path = with_files(directory, "gpt2", {CONF: config, "config": model}, tmp_path)
+    assert tokenizer_files(path)["tokenizer_config.json"] == json.dumps(config).encode()
+    (path / "tokenizer_config.json").write_text("{")
+    assert sidecar_files_in(path)["tokenizer_config.json"] == b"{"
+
+
+def test_cached_tokens_depend_on_the_config(directory, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "hello"}\n')
+    path = with_files(directory, "gpt2", {}, tmp_path)
+    names, last = set(), []
+    for token in (1, 2):
+        (path / "config.json").write_text(json.dumps({"eos_token_id": token}))
+        (tokens,) = cached_tokens(tmp_path / "a.jsonl", str(path), None)
+        names |= {file.name for file in (tmp_path / "a.jsonl.tokens").glob("*.idx")}
+        last.append(int(tokens[0][-1]))
+    assert (len(names), last) == (2, [1, 2])
