@@ -74,8 +74,8 @@ def as_jinja(template: str, tokenizer: Tokenizer) -> str:
     before, after = (_in_jinja(part) for part in template.split(CONTENT))
     text = json.dumps(template).replace("#}", "#\\u007d")  # for `template_of`, which reads it
     begin = f"{{# megazoo: {text} #}}"
-    if tokenizer.bos_token_id in tokenizer.before:
-        begin += "{{ bos_token }}"
+    if (bos := tokenizer.bos_token_id) is not None and bos in tokenizer.before:
+        begin += f"{{{{ {json.dumps(tokenizer.decode([bos]), ensure_ascii=False)} }}}}"
     asked = _in_jinja(template.split(CONTENT)[0].replace(ROLE, ANSWERS))
     return (
         f"{begin}{{% for message in messages %}}{before}{{{{ message['content'] }}}}{after}"
