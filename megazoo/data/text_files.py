@@ -181,8 +181,9 @@ def _plain(value: Any) -> Any:
 
 def _unit_of(path: Path) -> str:
     """Return ROW for a .parquet file, ITEM for a JSON file that is one array or whose first line is
-    the beginning of an array or object, and LINE for other files. Lines that are lists are an array
-    only in a .json file, or alone."""
+    the beginning of an array or object, and LINE for other files. A line that is a list is an array
+    only in a .json file, or if the file has no other line.
+    """
     if _is_parquet(path):
         return ROW
     if _kind_of(path) not in LOOSE_JSON:
