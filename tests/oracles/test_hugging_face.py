@@ -182,7 +182,7 @@ def test_what_is_dangerous_is_refused(tmp_path):
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"model.norm.weight": "../elsewhere.safetensors"}}))
     with pytest.raises(
-        UserError, match=r"names a file outside its directory: ../elsewhere.safetensors"
+        UserError, match=r"names a file outside its directory: '../elsewhere.safetensors'"
     ):
         HuggingFaceDirectory(tmp_path)
     index.write_text("[]")

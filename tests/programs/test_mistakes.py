@@ -97,7 +97,7 @@ MISTAKES = [
     ("plan --model deep.json", "deep.json can't be read: maximum recursion", 2),
     ("plot_metrics deep.jsonl", "deep.jsonl, line 1 is not a line of metrics", 2),
     (f"{EVALUATE} --text deep.jsonl", "deep.jsonl, line 1 is not JSON", 2),
-    ("inspect_checkpoint huge", "hidden_size 1000000", 2),
+    ("inspect_checkpoint huge", "n_embd is 100000000000000000000000: it must be below", 2),
     ("inspect_checkpoint listed", "model_type is a list: it must be a string", 2),
     ("inspect_checkpoint numbered", "pytorch_model.bin can't be read: it has a tensor", 1),
     ("inspect_checkpoint paired", "it has a tensor whose name is not a string: ('a', 1)", 1),
