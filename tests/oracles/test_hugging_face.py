@@ -186,7 +186,7 @@ def test_what_is_dangerous_is_refused(tmp_path):
     ):
         HuggingFaceDirectory(tmp_path)
     index.write_text("[]")
-    with pytest.raises(UserError, match=r"model\.safetensors\.index\.json holds a list, but must hold"):
+    with pytest.raises(UserError, match=r"index\.json holds a list, but must hold a JSON"):
         HuggingFaceDirectory(tmp_path)
     index.unlink()
     torch.save({"x": Evil()}, tmp_path / "pytorch_model.bin")
