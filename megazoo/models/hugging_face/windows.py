@@ -4,6 +4,7 @@ from typing import Any
 
 from megazoo.errors import UserError
 from megazoo.files import brief
+from megazoo.models.config import LARGEST
 from megazoo.models.hugging_face.config import FULL, ConfigReader
 
 WINDOW = "sliding_attention"
@@ -68,6 +69,7 @@ def write_layer_types(config: Any) -> dict[str, Any]:
 
 def layer_types(full: int, layers: int) -> list[str]:
     """Return the types of all layers. The first `full` layers attend to all tokens."""
+    _check_count(layers)
     return [FULL] * full + [WINDOW] * (layers - full)
 
 
@@ -107,4 +109,11 @@ def write_layer_pattern(config: Any) -> dict[str, Any]:
 
 def pattern_types(full_every: int, layers: int) -> list[str]:
     """Return the types of all layers, of which every full_every-th attends to all tokens."""
+    _check_count(layers)
     return [WINDOW if (index + 1) % full_every else FULL for index in range(layers)]
+
+
+def _check_count(layers: int) -> None:
+    """Raise UserError for more layers than a list of their types should have."""
+    if layers > LARGEST["layers"]:
+        raise UserError(f"layers {layers} must be at most {LARGEST['layers']}")
