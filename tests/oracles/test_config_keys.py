@@ -264,5 +264,5 @@ def test_unread_keys_of_a_scaling_are_ignored(scaling):
 @pytest.mark.parametrize("model_type", ["gemma3_text", "qwen2", "qwen2_moe", "olmo3"])
 def test_sizes_that_no_model_has_are_refused_at_once(model_type):
     for layers in (10**12, 10**400):
-        with pytest.raises(UserError, match="layers .* must be "):
+        with pytest.raises(UserError, match=r"layers .* must be "):
             config_from_hugging_face({"model_type": model_type, "num_hidden_layers": layers})
