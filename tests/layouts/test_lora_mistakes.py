@@ -252,8 +252,8 @@ def test_a_mistake_in_merging_is_found(ranks):
 
 
 NOT_SUMMED = """
-from megazoo.engine import step
-step.sum_over_copies = lambda *_: None
+from megazoo.engine import training
+training.sum_over_copies = lambda *_: None
 """
 
 
