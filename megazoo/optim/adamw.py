@@ -13,7 +13,7 @@ from megazoo.optim.clip import (
     check_max_norm,
     check_model,
     clip_scale,
-    counts_whole,
+    counts_here,
     element_range,
     global_norm,
 )
@@ -269,7 +269,7 @@ class AdamW(ModelOptimizer):
         copies = [
             entry.parameter.grad
             for entry in self.entries
-            if entry.parameter.grad is not None and not counts_whole(entry, self.ctx)
+            if entry.parameter.grad is not None and not counts_here(entry, self.buckets)
         ]
         finite = norm.isfinite()
         if copies:

@@ -108,6 +108,13 @@ def counts_whole(entry: NamedParameter, ctx: ParallelContext) -> bool:
     return sum(volume(piece.box) for piece in pieces) == entry.parameter.numel()
 
 
+def counts_here(entry: NamedParameter, buckets: GradientBuckets) -> bool:
+    """Return whether all elements of this rank's part of a parameter count on this rank, in the
+    norm that `global_norm` computes."""
+    counted = buckets.sharded or not buckets.ctx.folded or entry.is_first_replica(buckets.ctx)
+    return counted and counts_whole(entry, buckets.ctx)
+
+
 def square_sum(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sum of squares in float64: fp32 sums over 10 million elements have errors of 4e-4.
 

@@ -104,9 +104,9 @@ def batches():
 
 
 @cache
-def trained_by_torch(name):
+def trained_by_torch(name, dtype=torch.float32):
     """The losses of ten steps, and the weights after them."""
-    model = copy.deepcopy(twin(name)).train()
+    model = copy.deepcopy(twin(name)).to(dtype).train()
     if has_experts(name):  # then the loss has its auxiliary loss
         model.config.output_router_logits = True
     optimizer = torch.optim.AdamW(
@@ -123,6 +123,18 @@ def trained_by_torch(name):
     with TemporaryDirectory() as directory:
         model.save_pretrained(directory)  # whose names are not always those in memory
         return losses, load_file(Path(directory) / "model.safetensors")
+
+
+@cache
+def rounding(name):
+    """How far rounding may take losses and weights: twice as far as it takes torch's from those of
+    its fp64, which on some CPUs is 1e-5."""
+    (losses, weights), (exact, exact_weights) = (
+        trained_by_torch(name, dtype) for dtype in (torch.float32, torch.float64)
+    )
+    own = [abs(a - b) for a, b in zip(losses, exact, strict=True)]
+    own += [(weights[key] - exact_weights[key]).abs().max().item() for key in weights]
+    return max(1e-5, 2 * max(own))
 
 
 def trained(path, made, more, layout):
@@ -148,11 +160,11 @@ def test_ten_steps_are_those_of_torch(ranks, directory, tmp_path, name, layout):
     made, more = tmp_path / "made", {"router_balance": "batch"} if has_experts(name) else {}
     for losses in run_in_layout(ranks, trained, layout, saved(name, directory), made, more):
         worst = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
-        assert worst < 1e-5, worst
+        assert worst < rounding(name), worst
     found = load_file(made / "model.safetensors")
     assert found.keys() == weights.keys()
     for key, tensor in found.items():
-        assert (tensor - weights[key]).abs().max() < 1e-5, key
+        assert (tensor - weights[key]).abs().max() < rounding(name), key
 
 
 TOKENS = 24  # more than any window
