@@ -46,7 +46,7 @@ from megazoo.parallel.device import set_fp32_precision
 from megazoo.parallel.failure import propagate_errors
 from megazoo.parallel.schedule import placement_named_by
 from megazoo.parallel.timing import Stopwatch, spent
-from megazoo.terminal import print_rank_0
+from megazoo.terminal import count_bar, print_rank_0
 from megazoo.tokenizer import open_tokenizer
 from megazoo.tokenizer.templates import chat_templates_in
 
@@ -182,35 +182,48 @@ def train(run: Run, model: Model, optimizer: AdamW, data: Data, recorder: Record
                     loss, norm = torch.stack([loss, norm.to(loss.device)]).tolist()
             recorder.log_step(step, loss, norm, tokens, watch)
 
-            stopping = recorder.stop_requested()
-            if run.validates_at(step):
-                recorder.log_evaluation(step, "validation", *evaluate(run, model, data.validation))
-            if run.tests_at(step):
-                recorder.log_evaluation(step, "test", *evaluate(run, model, data.test))
-            if stopping or run.saves_at(step):
+            # Before the evaluations, which can last longer than a signal waits.
+            if recorder.stop_requested() or run.saves_at(step):
                 recorder.save(step, data.training)
-            if stopping:
+            due = {"validation": run.validates_at(step), "test": run.tests_at(step)}
+            for name in filter(due.get, due):
+                if not recorder.stopped_by:
+                    result = evaluate(run, model, getattr(data, name), name, recorder)
+                    if result:
+                        recorder.log_evaluation(step, name, *result)
+            if recorder.stopped_by:
+                recorder.save(step, data.training)
                 return
 
 
-def evaluate(run: Run, model: Model, batches: Batches) -> tuple[float, dict[str, float]]:
-    """Return the mean loss over --eval-steps batches, and the measures of a classifier.
+def evaluate(
+    run: Run, model: Model, batches: Batches, name: str, recorder: Recorder
+) -> tuple[float, dict[str, float]] | None:
+    """Return the mean loss over at most --eval-steps batches, and the measures of a classifier.
+    None if a signal stops the run.
 
-    The loss is in nats per labelled token; for a classifier, it is the mean over the rows.
+    The loss is in nats per labelled token; for a classifier, it is the mean over the rows. name: of
+    the data, for the progress lines.
     """
-    rows = run.options.training.global_batch_size
-    starts = range(0, run.options.evaluation.eval_steps * rows, rows)
-    microbatches = run.microbatches(model.ctx)
+    starts = batches.starts(run.options.evaluation.eval_steps)
     total, count, tally = 0.0, 0.0, Tally()
-    for batch in batches.ahead(starts, run.options.data.data_workers):
-        if run.labels:
-            mean, labelled, found = evaluate_rows(model, **batch, num_microbatches=microbatches)
-            tally += found
-        else:
-            mean, labelled = model.eval_batch(
-                **batch, num_microbatches=microbatches, return_count=True
-            )
-        total, count = total + mean.item() * labelled.item(), count + labelled.item()
+    with (
+        closing(batches.ahead(starts, run.options.data.data_workers)) as built,
+        count_bar(len(starts), name, "batches") as bar,
+    ):
+        for start, batch in zip(starts, built, strict=True):
+            if recorder.stop_requested():
+                return None
+            microbatches = batches.rows_after(start) // run.options.training.micro_batch_size
+            if run.labels:
+                mean, labelled, found = evaluate_rows(model, **batch, num_microbatches=microbatches)
+                tally += found
+            else:
+                mean, labelled = model.eval_batch(
+                    **batch, num_microbatches=microbatches, return_count=True
+                )
+            total, count = total + mean.item() * labelled.item(), count + labelled.item()
+            bar.update()
     return total / max(count, 1), measures_of(tally, run.labels) if run.labels else {}
 
 

@@ -4,7 +4,7 @@ import sys
 
 from megazoo.environment import is_rank_zero
 
-LINE_SECONDS = 30.0  # between lines of progress in a log
+LINE_SECONDS = 10.0  # between lines of progress in a log
 
 
 def print_rank_0(*words, end: str = "\n") -> None:
@@ -35,7 +35,7 @@ def byte_bar(total: int, what: str):
     """Return a progress bar in bytes for rank 0: `with byte_bar(n, "load") as bar: bar.update(k)`.
 
     It shows the progress, the rate and the remaining time: on a terminal as a bar after one second,
-    otherwise as a line every 30 seconds.
+    otherwise as a line every 10 seconds.
 
     Args:
         total: total number of bytes.

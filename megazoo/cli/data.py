@@ -25,7 +25,7 @@ from megazoo.environment import is_rank_zero
 from megazoo.files import TEMPLATE_FILE
 from megazoo.models.base import Model
 from megazoo.parallel.collectives import broadcast_from_stage
-from megazoo.terminal import print_rank_0
+from megazoo.terminal import note_rank_0, print_rank_0
 from megazoo.tokenizer import TOKENIZER_FILES, TOKENIZER_SIDECARS, tokenizer_files
 from megazoo.tokenizer.templates import CHAT_TEMPLATE, with_template
 
@@ -65,16 +65,19 @@ def open_data(run: Run, model: Model) -> Data:
         )
     if is_rank_zero():
         take_fingerprints(run)
+    counts = torch.tensor([len(blend) if blend and not blend.streamed else 0 for blend in blends])
+    samples, *ends = broadcast_from_stage(counts, ctx.placement.first_rank, ctx).tolist()
     if options.training.epochs:
-        samples = torch.tensor(len(blends[0]) if blends[0] else 0)
-        run.settle_epochs(int(broadcast_from_stage(samples, ctx.placement.first_rank, ctx)))
+        for note in run.settle_epochs(samples):
+            (note_rank_0 if note.startswith("warning") else print_rank_0)(note)
     rows, pad = options.training.global_batch_size, run.config.pad_token_id
-    training, validation, test = blends
-    return Data(
-        Batches(training, rows, ctx, pad, mark_padding=counts_tokens(model)),
-        Batches(validation, rows, ctx, pad),
-        Batches(test, rows, ctx, pad),
+    training, *held_out = blends
+    micro = options.training.micro_batch_size
+    evaluated = (
+        Batches(blend, rows, ctx, pad, end=end or None, micro_batch=micro)
+        for blend, end in zip(held_out, ends, strict=True)
     )
+    return Data(Batches(training, rows, ctx, pad, mark_padding=counts_tokens(model)), *evaluated)
 
 
 def take_fingerprints(run: Run) -> None:

@@ -1,10 +1,12 @@
 """Defaults of the settings that depend on the model: lengths, batches, steps and learning rates."""
 
 import math
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
 from megazoo.cli.adapters import NO_WEIGHTS, Weights
+from megazoo.cli.flags import flag_of
 from megazoo.cli.options import Options
 from megazoo.models.counts import parameter_count
 from megazoo.models.published import pretraining_defaults
@@ -17,6 +19,9 @@ SIZES = ("layers", "hidden_size", "heads", "ffn_size")  # they determine the lea
 # Settings that follow from others.
 FOLLOWING = {"dtype", "min_lr", "muon_lr", "warmup_steps", "lr_decay_steps"}
 FINE_TUNING_LR, LORA_LR = 1e-5, 2e-4
+FINE_TUNING_BATCH = 32
+FEW_STEPS = 10  # a run of fewer steps gets a smaller default batch, or a warning
+ENOUGH_STEPS, MOST_EPOCHS = 100, 3  # of fine-tuning
 MUON_LR = 2e-2
 
 
@@ -26,6 +31,7 @@ class Defaults:
 
     steps, epochs: one of them is set. warmup: fraction of the steps, at most 2000 steps. rate:
     origin of the learning rate, printed at the start. demo: whether these are the demo's defaults.
+    fine_tuning: whether the batch and the epochs follow from the rows: see `fit_to_rows`.
     """
 
     seq_length: int
@@ -37,6 +43,7 @@ class Defaults:
     steps: int | None = None
     epochs: int | None = None
     demo: bool = False
+    fine_tuning: bool = False
 
 
 def defaults_for(options: Options, config, weights: Weights = NO_WEIGHTS) -> Defaults:
@@ -53,7 +60,15 @@ def defaults_for(options: Options, config, weights: Weights = NO_WEIGHTS) -> Def
     if weights.described:
         is_lora = weights.settings or options.lora.lora_load
         lr, kind = (LORA_LR, "LoRA") if is_lora else (FINE_TUNING_LR, "all weights")
-        return Defaults(longest, 1, 32, lr, f"for fine-tuning, {kind}", **duration)
+        return Defaults(
+            longest,
+            1,
+            FINE_TUNING_BATCH,
+            lr,
+            f"for fine-tuning, {kind}",
+            fine_tuning=True,
+            **duration,
+        )
     parameters, preset = parameter_count(config), presets().get(name)
     if name.endswith("-tiny") and parameters < DEMO_PARAMETERS:
         demo: dict[str, Any] = {"warmup": 0.25, "steps": DEMO_STEPS, "demo": True}
@@ -63,9 +78,49 @@ def defaults_for(options: Options, config, weights: Weights = NO_WEIGHTS) -> Def
     return Defaults(longest, 1, usual.global_batch_size, usual.lr, usual.source, **duration)
 
 
-def fill_in(options: Options, defaults: Defaults, weights: Weights = NO_WEIGHTS) -> list[str]:
+def of_rows(options: Options, defaults: Defaults) -> set[str]:
+    """Return the names of the settings that `fit_to_rows` will set, before `fill_in` sets them for
+    plans. They depend on the number of rows, which is known when the data is open."""
+    training = options.training
+    if not defaults.fine_tuning or not (training.epochs or defaults.epochs) or training.steps:
+        return set()
+    names = ("global_batch_size", "epochs")
+    return {name for name in names if getattr(training, name) is None}
+
+
+def fit_to_rows(options: Options, names: set[str], rows: int) -> None:
+    """Set the global batch and the epochs of fine-tuning from the number of rows.
+
+    The run has one epoch, or up to MOST_EPOCHS if the data gives fewer than ENOUGH_STEPS steps. The
+    batch is the largest power of two up to FINE_TUNING_BATCH with at least FEW_STEPS steps, rounded
+    up to a multiple of the rows that all replicas compute together.
+
+    Args:
+        options: The settings.
+        names: Names of the settings to set: the result of `of_rows`.
+        rows: Number of rows of the training data.
+    """
+    training = options.training
+    is_free = "global_batch_size" in names
+    if "epochs" in names:
+        batch = FINE_TUNING_BATCH if is_free else training.global_batch_size
+        training.epochs = min(MOST_EPOCHS, math.ceil(ENOUGH_STEPS * batch / rows))
+    if is_free:
+        together = options.replicas * training.micro_batch_size
+        sizes = [math.ceil(2**n / together) * together for n in range(6)]  # up to 32
+        most = math.ceil(training.epochs * rows / (FEW_STEPS - 1)) - 1  # rows for FEW_STEPS
+        fitting = [size for size in sizes if size <= most]
+        training.global_batch_size = max(fitting, default=sizes[0])
+
+
+def fill_in(
+    options: Options,
+    defaults: Defaults,
+    weights: Weights = NO_WEIGHTS,
+    later: Container[str] = (),
+) -> list[str]:
     """Set the settings that neither the user nor a resumed run has set; return the important ones
-    as flags.
+    as flags, except those in `later`, the result of `of_rows`.
 
     The global batch is a multiple of the replicas, and the micro-batch divides the batch of a
     replica. So the same defaults train the same run on any number of ranks that divides the batch.
@@ -76,7 +131,8 @@ def fill_in(options: Options, defaults: Defaults, weights: Weights = NO_WEIGHTS)
     def fill(group, name: str, value) -> None:
         if getattr(group, name) is None and value is not None:
             setattr(group, name, value)
-            filled.append(f"--{name.replace('_', '-')} {value}")
+            if name not in later:
+                filled.append(f"{flag_of(name)} {value}")
 
     fill(training, "seq_length", defaults.seq_length)
     together = options.replicas * (training.micro_batch_size or 1)

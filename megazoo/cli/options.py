@@ -174,15 +174,18 @@ class TrainingOptions:
         ),
     ] = TO_FILL
     """Total number of optimizer steps, including those before a resume."""
-    epochs: Annotated[int | None, unset("INT", "1, unless --steps is set or has a default")] = None
+    epochs: Annotated[
+        int | None,
+        unset("INT", "1, or up to 3 for fine-tuning, unless --steps is set or has a default"),
+    ] = None
     """Length of the run in passes over the training data, instead of --steps. The last batch may
     contain some samples of the next pass."""
     global_batch_size: Annotated[
         Filled[int],
         unset(
             "INT",
-            "32 for a tiny preset from random weights and for fine-tuning, otherwise that of the "
-            "preset's pretraining, or of GPT-3's model of this size; a multiple of dp",
+            "32 for a tiny preset from random weights, at most 32 for fine-tuning, otherwise that "
+            "of the preset's pretraining, or of GPT-3's model of this size; a multiple of dp",
         ),
     ] = TO_FILL
     """Sequences per optimizer step, over all replicas and micro-batches."""
@@ -405,8 +408,8 @@ class EvaluationOptions:
     eval_interval: int = 100
     """Steps between evaluations. 0: only at the end."""
     eval_steps: int = 20
-    """Number of batches per evaluation. 0: no evaluation. If the data has fewer batches, it is
-    repeated, so rows of a classifier may count more than once."""
+    """Largest number of batches per evaluation. 0: no evaluation. The evaluation ends earlier if
+    the data has fewer batches, so that no row counts more than once."""
 
 
 @dataclass

@@ -58,6 +58,7 @@ class Recorder:
     def __init__(self, run: Run, model: Model, optimizer: AdamW):
         self.run, self.model, self.optimizer = run, model, optimizer
         self.step, self.losses = run.first_step, {}
+        self._saved: int | None = None  # the last step that `save` has handled
         self.stopped_by: str | None = None
         self.consumed_samples = run.state["consumed_samples"]
         self.consumed_tokens = run.state["consumed_tokens"]
@@ -159,15 +160,18 @@ class Recorder:
         callbacks.after_evaluation(step, values, self.model)
 
     def stop_requested(self) -> bool:
-        """Return whether any rank received a signal to stop. All ranks call it once per step."""
+        """Return whether any rank received a signal to stop. All ranks call it once per step,
+        and before each batch of an evaluation."""
         self.stopped_by = self.signals.agreed()
         return self.stopped_by is not None
 
     def save(self, step: int, batches: Batches) -> None:
-        """Save a checkpoint, if --save is set. batches: the training batches."""
+        """Save a checkpoint, if --save is set and the step is not saved yet. batches: the training
+        batches."""
         keep = self.run.options.checkpoint
-        if not keep.save:
+        if not keep.save or step == self._saved:
             return
+        self._saved = step
         trainer = {
             "run": self.run_id,
             "consumed_samples": self.consumed_samples,

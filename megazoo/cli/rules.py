@@ -86,7 +86,9 @@ def settle_steps(
     if optimizer.lr_decay_steps is None:
         optimizer.lr_decay_steps = training.steps
     if optimizer.warmup_steps is None:
-        optimizer.warmup_steps = min(int(optimizer.lr_decay_steps * warmup), 2000)
+        # A warm-up of one step starts at the peak, so a run of a few steps also reaches it.
+        steps = max(1, int(optimizer.lr_decay_steps * warmup))
+        optimizer.warmup_steps = min(steps, 2000, optimizer.lr_decay_steps)
     if optimizer.warmup_steps > optimizer.lr_decay_steps:
         raise UserError(
             f"--warmup-steps {optimizer.warmup_steps} exceeds the "

@@ -1,9 +1,12 @@
 """A run before its ranks start: its checked settings, and the step at which it resumes."""
 
+import math
 from dataclasses import dataclass, field, fields
 
 import torch
 
+from megazoo.cli.defaults import FEW_STEPS, fit_to_rows
+from megazoo.cli.flags import flag_of
 from megazoo.cli.options import DataOptions, default_dtype
 from megazoo.cli.rules import check_steps, settle_steps
 from megazoo.cli.run_record import InputFile
@@ -76,11 +79,38 @@ class Run(Settings):
         terms.take_config(self.config)
         return terms
 
-    def settle_epochs(self, samples: int) -> None:
-        """Set the number of steps from --epochs. samples: number of samples per epoch."""
-        consumed = self.state["consumed_samples"]
+    def settle_epochs(self, samples: int) -> list[str]:
+        """Set the settings that depend on the size of the data, such as the number of steps. Return
+        lines to print about them. samples: number of samples per epoch."""
+        consumed, training, notes = self.state["consumed_samples"], self.options.training, []
+        fit_to_rows(self.options, self.of_rows, samples)
         settle_steps(self.options, self.defaults.warmup, samples, self.first_step, consumed)
         self.check_remaining()
+        if self.of_rows:
+            chosen = (f"{flag_of(name)} {getattr(training, name)}" for name in sorted(self.of_rows))
+            notes.append(
+                f"defaults for {samples:,} training rows: {', '.join(chosen)}, so "
+                f"{training.steps:,} steps"
+            )
+            self.of_rows = set()
+        if not self.resuming and training.steps < FEW_STEPS:
+            notes.append(self._warning_on_steps(samples))
+        return notes
+
+    def _warning_on_steps(self, samples: int) -> str:
+        """Return a warning about a run of few steps, with the settings that give FEW_STEPS."""
+        training = self.options.training
+        batch, before = training.global_batch_size, FEW_STEPS - 1
+        together = self.options.replicas * training.micro_batch_size
+        rows = math.ceil(samples * training.epochs / before) - 1  # of the largest batch
+        advice = f"--epochs {before * batch // samples + 1}"
+        if smaller := rows // together * together:
+            advice = f"--global-batch-size {smaller} or {advice}"
+        return (
+            f"warning: {samples:,} rows in batches of {batch} are only {training.steps} "
+            f"step{'s' * (training.steps > 1)} (--epochs {training.epochs}): use {advice} for "
+            f"{FEW_STEPS} steps"
+        )
 
     def check_remaining(self) -> None:
         """Set `finished` if torchrun has restarted the program after the last step.

@@ -9,7 +9,7 @@ from megazoo.checkpoint.foreign import what_is
 from megazoo.checkpoint.places import CONFIG, LATEST, TRAINER, has_checkpoint
 from megazoo.checkpoint.schema import TrainingState, checked_state
 from megazoo.cli.adapters import Weights, flag_to_go_on, open_weights
-from megazoo.cli.defaults import Defaults, defaults_for, fill_in
+from megazoo.cli.defaults import Defaults, defaults_for, fill_in, of_rows
 from megazoo.cli.flags import typed_settings, with_settings
 from megazoo.cli.options import (
     DataOptions,
@@ -38,7 +38,8 @@ class Settings:
     of the TOML file, those of the resumed run, and the defaults. weights: the initial weights.
     resuming: whether a checkpoint's run continues. state: see `resumed_state`. config: the model's.
     unset: names of settings that neither the user nor the resumed run sets. defaults: the defaults
-    that depend on the model. filled: the flags that take them.
+    that depend on the model. filled: the flags that take them. of_rows: names of settings that
+    depend on the number of rows, until the data is open.
     """
 
     arguments: list[str]
@@ -50,6 +51,7 @@ class Settings:
     unset: set[str]
     defaults: Defaults
     filled: list[str]
+    of_rows: set[str]
 
 
 def resolve(arguments: list[str], description: str, kind: type = Options) -> Settings:
@@ -85,11 +87,21 @@ def resolve(arguments: list[str], description: str, kind: type = Options) -> Set
     config = model_config(options.model, weights.described)
     unset = {name for name, value in options.values.items() if value is None}
     defaults = defaults_for(options, config, weights)
-    filled = fill_in(options, defaults, weights)
+    later = of_rows(options, defaults)
+    filled = fill_in(options, defaults, weights, later)
     check_values(options)
     settle_steps(options, defaults.warmup)
     return Settings(
-        line.words, options, weights, resumed is not None, state, config, unset, defaults, filled
+        line.words,
+        options,
+        weights,
+        resumed is not None,
+        state,
+        config,
+        unset,
+        defaults,
+        filled,
+        later,
     )
 
 

@@ -23,7 +23,7 @@ from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.failure import propagate_errors
 from megazoo.parallel.sizes import product_of
 from megazoo.planning import Planner, note_on_mfu
-from megazoo.terminal import print_rank_0
+from megazoo.terminal import note_rank_0, print_rank_0
 
 # Settings that a checkpoint of adapters stores, or that only describe the start of its run.
 IN_CHECKPOINT = {f.name for group in (*KEPT, ModelOptions, LoRAOptions) for f in fields(group)}
@@ -56,7 +56,7 @@ def toml_of(run: Run) -> str:
     values = run.options.values
     if values["mock_data"]:
         values["data"] = None
-    for name in FOLLOWING & run.unset:
+    for name in (FOLLOWING & run.unset) | run.of_rows:
         values[name] = None
     return "".join(
         f"{name} = {_toml(value)}\n" for name, value in values.items() if value is not None
@@ -76,7 +76,8 @@ def defaults_line(run: Run) -> str:
 def derived_line(run: Run) -> str:
     """Return a line with the settings that follow from others, as flags."""
     training, optimizer = run.options.training, run.options.optimizer
-    values: dict[str, object] = {"steps": training.steps} if training.epochs else {}
+    values: dict[str, object] = {name.replace("_", "-"): None for name in sorted(run.of_rows)}
+    values |= {"steps": training.steps} if training.epochs else {}
     values |= {"warmup-steps": optimizer.warmup_steps, "lr-decay-steps": optimizer.lr_decay_steps}
     values |= {"min-lr": f"{optimizer.min_lr:g}", "dtype": training.dtype}
     if optimizer.optimizer == "muon":
@@ -87,6 +88,8 @@ def derived_line(run: Run) -> str:
     found = [f"--{name} {value}" for name, value in values.items() if value is not None]
     unknown = [f"--{name}" for name, value in values.items() if value is None]
     later = f"; from the size of the data: {', '.join(unknown)}" if unknown else ""
+    if "global_batch_size" in run.of_rows:
+        later += f" (the plan is for a batch of {training.global_batch_size})"
     return f"derived: {', '.join(found)}{later}"
 
 
@@ -107,6 +110,13 @@ def introduce(run: Run, ctx: ParallelContext) -> None:
     )
     if run.filled and not run.defaults.demo:
         print_rank_0(defaults_line(run))
+    if adapters and run.weights.described is None:
+        note_rank_0(
+            "warning: the adapters change random weights, which are not trained: use --load DIR to "
+            "start from a model"
+        )
+    if not run.options.checkpoint.save:
+        print_rank_0("nothing will be saved: use --save DIR to save checkpoints")
     if run.options.model.import_ and is_rank_zero():
         note = note_on_mfu(run.config, run.options.training.seq_length)
         if note:
@@ -151,8 +161,8 @@ def summary(run: Run, recorder: Recorder) -> str:
 
 
 def _command_to_go_on(run: Run, recorder: Recorder) -> str:
-    """The command that resumes the run: to its end if a signal stopped it, otherwise to twice its
-    length."""
+    """The command that resumes the run: to its end if a signal stopped it before, otherwise to
+    twice its length."""
     training, keep = run.options.training, run.options.checkpoint
     words = list(run.arguments)
     if _is_named_by_checkpoint(run, recorder):
@@ -160,7 +170,7 @@ def _command_to_go_on(run: Run, recorder: Recorder) -> str:
     else:
         words += ["--no-load-weights-only"] * keep.load_weights_only
         words += [flag_to_go_on(run.options), str(keep.save)]
-    if not recorder.stopped_by:
+    if not recorder.stopped_by or run.is_last(recorder.step):
         name, length = ("epochs", training.epochs) if training.epochs else ("steps", training.steps)
         words += [f"--{name}", str(2 * length)]
     words, ctx = each_once(words), recorder.model.ctx

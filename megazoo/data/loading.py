@@ -1,5 +1,6 @@
 """Build the batches of a replica from samples, ahead of their use."""
 
+import math
 from collections import deque
 from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -61,6 +62,10 @@ class Batches:
         pad_token_id: token that pads the rows of a classifier and marks where they end.
         mark_padding: give the padding of uneven rows document number -1, also if each row is one
             document. Layers that count tokens need it; attention without it is faster.
+        end: number of samples after which the data ends. The last batch has only the remaining
+            samples, and rows without labels up to a multiple of the replicas' micro-batches. None:
+            the data is repeated.
+        micro_batch: number of rows of a micro-batch.
     """
 
     def __init__(
@@ -70,11 +75,26 @@ class Batches:
         ctx: ParallelContext,
         pad_token_id: int | None = None,
         mark_padding: bool = False,
+        end: int | None = None,
+        micro_batch: int = 1,
     ):
         self.blend, self.global_batch, self.ctx, self.device = blend, global_batch, ctx, ctx.device
         self.rows = global_batch // ctx.dp_size
-        self.first = ctx.dp_rank * self.rows
         self.pad_token_id, self.mark_padding = pad_token_id, mark_padding
+        self.end, self.micro_batch = end, micro_batch
+
+    def starts(self, batches: int) -> range:
+        """Return the number of samples before each of at most `batches` batches, from the first
+        sample to the end of the data."""
+        last = batches * self.global_batch
+        return range(0, last if self.end is None else min(last, self.end), self.global_batch)
+
+    def rows_after(self, consumed: int) -> int:
+        """Return the number of rows of this replica in the batch after `consumed` samples."""
+        if self.end is None:
+            return self.rows
+        left = min(self.global_batch, self.end - consumed)
+        return math.ceil(left / (self.ctx.dp_size * self.micro_batch)) * self.micro_batch
 
     def __call__(self, consumed: int) -> dict[str, torch.Tensor | int]:
         """Return the batch that follows the first `consumed` samples.
@@ -94,7 +114,12 @@ class Batches:
         """
         if self.blend is None:
             return {}
-        samples = self.blend.samples(consumed + self.first, self.rows)
+        rows = self.rows_after(consumed)
+        first = consumed + self.ctx.dp_rank * rows
+        samples = self.blend.samples(first, rows)
+        if self.end is not None:
+            real = max(0, self.end - first)
+            samples[real:] = map(_unlabelled, samples[real:])
         labelled = isinstance(samples[0], LabelledRow)
         batch: dict[str, Any] = (
             _padded_rows(samples, self.pad_token_id) if labelled else _padded(samples)
@@ -162,6 +187,14 @@ class Batches:
             if name not in NOT_MOVED
         }
         return batch | moved
+
+
+def _unlabelled(sample: Sample | LabelledRow) -> Sample | LabelledRow:
+    """Return a sample without a loss: targets of -100, or NaN for the numbers of a label."""
+    if isinstance(sample, Sample):
+        return sample._replace(targets=np.full_like(sample.targets, IGNORE_INDEX))
+    is_number = np.issubdtype(sample.label.dtype, np.floating)
+    return sample._replace(label=np.full_like(sample.label, np.nan if is_number else IGNORE_INDEX))
 
 
 def _own_chunks(batch: dict[str, torch.Tensor], ctx: ParallelContext) -> dict[str, torch.Tensor]:

@@ -11,6 +11,7 @@ from megazoo.engine.pipeline import run_pipeline
 from megazoo.errors import UserError
 from megazoo.evaluation.scoring import of_every_row
 from megazoo.layers.classification import problem_of
+from megazoo.layers.cross_entropy import IGNORE_INDEX
 from megazoo.layers.dropout import without_dropout
 from megazoo.parallel.collectives import all_reduce, broadcast_from_stage
 from megazoo.parallel.failure import on_all_ranks
@@ -69,7 +70,7 @@ def tally(logits: torch.Tensor, labels: torch.Tensor, problem: str | None) -> to
 
     Args:
         logits: [rows, labels].
-        labels: Labels as a classifier takes them, without -100.
+        labels: Labels as a classifier takes them. Rows with -100 or NaN do not count.
         problem: The problem_type, or None to derive it from the labels.
 
     Returns:
@@ -81,12 +82,13 @@ def tally(logits: torch.Tensor, labels: torch.Tensor, problem: str | None) -> to
     counts = torch.zeros(5, dtype=torch.float64, device=logits.device)
     if problem == "regression":
         return counts
-    counts[0] = len(labels)
     if problem == "multi_label_classification":
+        counts[0] = (~labels.isnan().any(dim=1)).sum()
         counts[1] = (found == labels).all(dim=1).sum()
         return counts
-    counts[1] = (found == labels).sum()
-    counts[2], counts[3] = (found == 1).sum(), (labels == 1).sum()
+    is_row = labels != IGNORE_INDEX
+    counts[0], counts[1] = is_row.sum(), (found == labels).sum()
+    counts[2], counts[3] = ((found == 1) & is_row).sum(), (labels == 1).sum()
     counts[4] = ((found == 1) & (labels == 1)).sum()
     return counts
 

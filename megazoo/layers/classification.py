@@ -59,13 +59,19 @@ def problem_of(labels: torch.Tensor, num_labels: int, problem: str | None) -> st
 
 
 def loss_sum(logits: torch.Tensor, labels: torch.Tensor, problem: str | None) -> torch.Tensor:
-    """Return the sum of the losses, in fp32: squared differences, or cross-entropies."""
+    """Return the sum of the losses, in fp32: squared differences, or cross-entropies.
+
+    Integer labels of -100 and float labels of NaN have no loss.
+    """
     logits, kind = logits.float(), problem_of(labels, logits.shape[-1], problem)
     if kind == "single_label_classification":
         return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
+    labels = labels.view_as(logits).float()
     if kind == "regression":
-        return F.mse_loss(logits, labels.view_as(logits).float(), reduction="sum")
-    return F.binary_cross_entropy_with_logits(logits, labels.float(), reduction="sum")
+        return F.mse_loss(logits, torch.where(labels.isnan(), logits, labels), reduction="sum")
+    return F.binary_cross_entropy_with_logits(
+        logits, labels.nan_to_num(), weight=(~labels.isnan()).float(), reduction="sum"
+    )
 
 
 class ClassificationHead(Layer):

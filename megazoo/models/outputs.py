@@ -107,7 +107,8 @@ class SequenceClassification:
 
     def label_count(self, targets: torch.Tensor) -> torch.Tensor | int:
         """Return the number of labels that count in the loss."""
-        return targets.numel() if targets.is_floating_point() else (targets != IGNORE_INDEX).sum()
+        no_loss = targets.isnan() if targets.is_floating_point() else targets == IGNORE_INDEX
+        return (~no_loss).sum()
 
 
 def task_of(config: Any) -> LanguageModeling | SequenceClassification:

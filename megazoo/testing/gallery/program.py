@@ -42,7 +42,7 @@ def mean_of_batch_means():
     """The means of the validation batches have equal weights."""
 
     def make(_):
-        def evaluated(run, model, batches):
+        def evaluated(run, model, batches, *_):
             rows = run.options.training.global_batch_size
             starts = range(0, run.options.evaluation.eval_steps * rows, rows)
             count = run.microbatches(model.ctx)

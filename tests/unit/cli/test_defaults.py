@@ -7,6 +7,7 @@ import pytest
 
 import megazoo
 from megazoo import pretrain
+from megazoo.cli.defaults import fit_to_rows
 from megazoo.cli.settings import resolve
 from megazoo.models.published import GPT3, PUBLISHED, pretraining_defaults
 from megazoo.models.registry import presets
@@ -70,6 +71,27 @@ def test_defaults_of_fine_tuning_do_no_harm(weights):
     assert "--lr 1e-05 (for fine-tuning, all weights)" in settings("--load", weights).filled
     given = ("--seq-length", 64, "--lr", 0.5, "--micro-batch-size", 2, "--global-batch-size", 6)
     assert defaults("--load", weights, *given)[:4] == (64, 2, 6, 0.5)
+
+
+def test_the_batch_and_the_epochs_of_fine_tuning_follow_from_the_rows(weights):
+    def fitted(rows, *words) -> tuple[int, int]:
+        found = settings("--load", weights, *words)
+        fit_to_rows(found.options, found.of_rows, rows)
+        return found.options.training.global_batch_size, found.options.training.epochs
+
+    expected = {3: (1, 3), 28: (8, 3), 300: (32, 3), 2000: (32, 2), 5000: (32, 1)}
+    assert {rows: fitted(rows) for rows in expected} == expected
+    assert fitted(28, "--epochs", 1) == (2, 1)
+    assert fitted(28, "--global-batch-size", 4) == (4, 3)
+    assert fitted(28, "--dp", 3) == (9, 3)
+    assert not settings("--load", weights, "--steps", 5).of_rows
+    assert not settings().of_rows
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_a_short_run_reaches_the_peak_rate(weights, steps):
+    optimizer = settings("--load", weights, "--steps", steps).options.optimizer
+    assert optimizer.warmup_steps == 1
 
 
 def test_the_default_batch_fits_any_number_of_replicas():
@@ -200,8 +222,8 @@ def test_a_dry_run_prints_what_follows_from_other_settings(weights, monkeypatch,
     assert "defaults: " not in out
     assert f"\nderived: --warmup-steps 3, --lr-decay-steps 100, {derived}\n" in out
     _, out, _ = run_main(pretrain, monkeypatch, capsys, *words)
-    later = "from the size of the data: --steps, --warmup-steps, --lr-decay-steps"
-    assert "\ndefaults: --epochs 1\n" in out
+    later = "from the size of the data: --epochs, --steps, --warmup-steps, --lr-decay-steps"
+    assert "\ndefaults: " not in out
     assert f"\nderived: {derived}; {later}\n" in out
 
 

@@ -9,6 +9,7 @@ import torch
 from megazoo.data import Batches, Blend, PackedDataset
 from megazoo.data.samples import Sample
 from megazoo.errors import UserError
+from megazoo.layers.cross_entropy import IGNORE_INDEX
 from megazoo.parallel import ParallelContext
 
 EOD = 99
@@ -162,3 +163,17 @@ def test_tensors_are_pinned_and_moved_and_what_is_looked_at_stays(monkeypatch):
     assert len(moved) == 3
     assert {(where, at_once) for _, where, at_once in moved} == {(device, True)}
     assert any(batch["document_ids"] is tensor for tensor in pinned)
+
+
+@pytest.mark.parametrize("layout", [{}, {"dp": 2, "rank": 0}, {"dp": 2, "rank": 1}])
+def test_the_last_batch_ends_with_the_data(layout):
+    """Seven rows in batches of four: each row has its targets once, and a row more has none."""
+    ctx = ParallelContext.virtual(**layout)
+    made = Batches(Blend([Rows(*[3] * 7)]), 4, ctx, end=7)
+    assert made.starts(20) == range(0, 7, 4)
+    assert made.starts(1) == range(0, 4, 4)
+    rows = [row for start in made.starts(20) for row in made(start)["targets"].tolist()]
+    real = [row[0] // 100 for row in rows if row[0] != IGNORE_INDEX]
+    mine = {0: [0, 1, 4, 5], 1: [2, 3, 6]}
+    assert real == (mine[layout["rank"]] if layout else list(range(7)))
+    assert len(rows) == (4 if layout else 7)
