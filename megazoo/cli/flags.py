@@ -7,7 +7,7 @@ import inspect
 import io
 import re
 import textwrap
-from dataclasses import MISSING, Field, fields, is_dataclass, replace
+from dataclasses import MISSING, Field, fields, is_dataclass, make_dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import (
@@ -59,6 +59,9 @@ Source = Positional[Annotated[Path | None, mandatory("SOURCE")]]
 def parse_flags(kind: type, arguments: list[str], description: str, settings: dict | None = None):
     """Fill a dataclass from a command line with tyro. On --help, print the help and exit with 0.
 
+    If the dataclass has names in `FIRST`, --help describes only these settings, and --help-all
+    describes all of them.
+
     Args:
         kind: Dataclass with a default for every flag.
         arguments: Words of the command line.
@@ -69,10 +72,16 @@ def parse_flags(kind: type, arguments: list[str], description: str, settings: di
         UserError: A flag is unknown, or a value has the wrong type, is empty, is too large for an
             integer, or is not valid text. The message is one line.
     """
-    _check_names(arguments, {flag_of(name) for name in settings_of(kind)} | {"--help"})
+    first = getattr(kind, "FIRST", ())
+    helps = ["--help", "--help-all"] if first else ["--help"]
+    _check_names(arguments, {flag_of(name) for name in settings_of(kind)}, helps)
     _check_words(arguments, kinds_of(kind))
-    if {"--help", "-h"} & set(arguments):
+    topics, asked = "", {*helps, "-h"} & set(arguments)
+    if asked:
+        arguments = ["--help"]
         _give_help(kind)
+        if first and "--help-all" not in asked:
+            kind, topics = _only(kind, first), _topics_of(kind)
     printed = io.StringIO()
     try:
         with contextlib.redirect_stderr(printed):
@@ -83,6 +92,7 @@ def parse_flags(kind: type, arguments: list[str], description: str, settings: di
             )
     except SystemExit as stop:
         if not stop.code:
+            print(topics, end="")
             raise
         message = _message_in(printed.getvalue()) or "bad arguments"
         raise UserError(_in_our_words(message, kinds_of(kind))) from None
@@ -254,16 +264,47 @@ def _give_help(kind: type) -> None:
     tyro would also find the docstrings, but show every line as a separate paragraph.
     """
     for part in (part for part in kind.__mro__ if is_dataclass(part)):
-        parsed: Any = ast.parse(textwrap.dedent(inspect.getsource(part)))
-        for setting, below in pairwise(parsed.body[0].body):
-            documented = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
-            if isinstance(setting, ast.AnnAssign) and documented:
-                name, text = ast.unparse(setting.target), " ".join(below.value.value.split())
-                described = Annotated[part.__annotations__[name], tyro.conf.arg(help=text)]
-                part.__annotations__[name] = described
+        for name, text in _texts_in(part).items():
+            described = Annotated[part.__annotations__[name], _help(text)]
+            part.__annotations__[name] = described
     for f in fields(kind):
         if group := _group_of(f):
             _give_help(group)
+
+
+def _texts_in(kind: type) -> dict[str, str]:
+    """Return the docstrings under the fields of a dataclass, without those of its base classes."""
+    parsed: Any = ast.parse(textwrap.dedent(inspect.getsource(kind)))
+    texts: dict[str, Any] = {}
+    for setting, below in pairwise(parsed.body[0].body):
+        documented = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+        if isinstance(setting, ast.AnnAssign) and documented:
+            texts[ast.unparse(setting.target)] = below.value.value
+    return texts
+
+
+def _help(text: str) -> Any:
+    return tyro.conf.arg(help=" ".join(text.split()))
+
+
+def _only(kind: type, names: tuple[str, ...]) -> type:
+    """Return a dataclass with only these settings of `kind` and of its groups. Their help is the
+    first paragraph of their docstrings."""
+    texts, groups = {}, [group for f in fields(kind) if (group := _group_of(f))]
+    for group in groups:
+        texts |= _texts_in(group)
+    kinds, defaults = kinds_of(kind), settings_of(kind)
+    first = {name: _help(texts[name].partition("\n\n")[0]) for name in names}
+    return make_dataclass(
+        kind.__name__,
+        [(name, Annotated[kinds[name], first[name]], defaults[name]) for name in names],
+    )
+
+
+def _topics_of(kind: type) -> str:
+    """Return a line about --help-all, with the names of the groups of a dataclass."""
+    topics = ", ".join(f.name for f in fields(kind) if _group_of(f))
+    return f"--help-all describes all {len(settings_of(kind))} options, by topic:\n{topics}.\n"
 
 
 def _with_values(arguments: list[str], kinds: dict) -> list[str]:
@@ -302,11 +343,13 @@ def choices_of(kind) -> tuple:
     return sum(map(choices_of, get_args(kind)), ())
 
 
-def _check_names(arguments: list[str], flags: set[str]) -> None:
+def _check_names(arguments: list[str], flags: set[str], helps: list[str]) -> None:
+    """Raise UserError for unknown flags. helps: flags that print help, the longest text last."""
     given = [flag_of(argument) for argument in arguments if argument.startswith("--")]
-    unknown = [each for each in given if not {each, each.replace("--no-", "--", 1)} & flags]
+    known = flags | {*helps}
+    unknown = [each for each in given if not {each, each.replace("--no-", "--", 1)} & known]
     if unknown:
-        raise UserError(f"{about_unknown('flag', unknown, flags)} (--help lists all)")
+        raise UserError(f"{about_unknown('flag', unknown, known)} ({helps[-1]} lists all)")
 
 
 def _in_our_words(message: str, kinds: dict) -> str:

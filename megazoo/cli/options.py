@@ -7,7 +7,7 @@ does not need.
 
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import tyro
 from tyro.conf import Positional
@@ -42,6 +42,9 @@ def default_dtype(device: str) -> DtypeName:
 class ModelOptions:
     """Model to train. Sizes default to those of the preset."""
 
+    preset: Name = None
+    """Preset: the sizes of a published model, such as llama3-8b, or of a tiny model for tests, such
+    as gpt2-tiny. `megazoo models` lists all presets."""
     model: Name = None
     """Model family: gpt2 (the default), llama, mpt, mistral, qwen2, qwen3, pythia, gemma2, gemma3,
     olmo2, olmo3, phi3, bloom, falcon, mixtral, qwen2_moe, qwen3_moe, olmoe, or one that --import
@@ -49,10 +52,6 @@ class ModelOptions:
     import_: Annotated[File, tyro.conf.arg(name="import")] = None
     """Python file to run before training. It may register a model (megazoo.register) and callbacks
     after steps, evaluations and saves (megazoo.on_step, on_evaluation, on_save)."""
-    preset: Name = None
-    """Preset: the sizes of a published model, such as gpt2-124m, llama3-8b, qwen3-0.6b or
-    gemma3-1b, or of a tiny model for tests, such as gpt2-tiny. `megazoo models` lists all presets.
-    """
     hidden_size: Size = None
     """Number of features per token."""
     layers: Size = None
@@ -68,6 +67,15 @@ class ModelOptions:
     """Hidden size of the MLP. In GPT-2 it is 4 x --hidden-size. --tp need not divide it."""
     vocab_size: Size = None
     """Number of tokens in the vocabulary. --tp need not divide it."""
+    max_positions: Size = None
+    """Maximum sequence length of the model, in tokens. RoPE scaling may extend it."""
+    dropout: Rate = None
+    """Dropout probability of all dropout layers of the model."""
+    tie_embeddings: Switch = None
+    """Share one weight matrix between the embedding and the output head."""
+    num_labels: Annotated[int | None, unset("INT", "the checkpoint's")] = None
+    """Train a sequence classifier with this many labels (1: regression) on JSONL lines with text
+    and label. A language-model head loaded with --load is replaced by a new one."""
     experts: Size = None
     """Number of experts of a layer, in a model with experts. --ep must divide it."""
     experts_per_token: Size = None
@@ -89,15 +97,6 @@ class ModelOptions:
     tokens of log(sum(exp(logits)))^2."""
     router_bias_rate: Annotated[float | None, unset("FLOAT", "that of the model")] = None
     """Change of the bias per step, with --router-balance bias."""
-    max_positions: Size = None
-    """Maximum sequence length of the model, in tokens. RoPE scaling may extend it."""
-    dropout: Rate = None
-    """Dropout probability of all dropout layers of the model."""
-    tie_embeddings: Switch = None
-    """Share one weight matrix between the embedding and the output head."""
-    num_labels: Annotated[int | None, unset("INT", "the checkpoint's")] = None
-    """Train a sequence classifier with this many labels (1: regression) on JSONL lines with text
-    and label. A language-model head loaded with --load is replaced by a new one."""
 
 
 @dataclass
@@ -335,15 +334,17 @@ class DataOptions:
 
     data: tuple[str, ...] = ("stdlib",)
     """Training data: one source, or alternating weights and sources, such as 0.7 a 0.3 b. A source
-    is one of: stdlib, the source of this machine's Python standard library (about 12 MB); the
-    prefix of token files PREFIX.bin and PREFIX.idx written by `megazoo preprocess` or Megatron-LM;
-    a JSONL file, or a .json file that is an array, with text, prompt and completion, messages,
-    conversations (ShareGPT), or instruction and output (Alpaca) in each object; a .parquet file
-    with such columns and no column text; a .txt file with one document per paragraph; a .parquet
-    file with the column text, stream:FILES or hf://datasets/..., streamed by the package datasets
-    and tokenized during training. The tokens of other files are cached next to them. In prompts
-    with completions, only the completions count in the loss, and in conversations only the
-    assistant messages. A classifier needs JSONL with text, label and optionally text_pair."""
+    is a file of texts or conversations (.jsonl, .json, .txt, .parquet), the prefix of token files
+    of `megazoo preprocess`, or stdlib, the source of this machine's Python (about 12 MB).
+
+    Token files of Megatron-LM have the same format. The objects of a JSONL file, or of a .json file
+    that is an array, have text, prompt and completion, messages, conversations (ShareGPT), or
+    instruction and output (Alpaca). A .parquet file has such columns; with the column text, it is
+    streamed by the package datasets and tokenized during training, as are stream:FILES and
+    hf://datasets/... A .txt file has one document per paragraph. The tokens of other files are
+    cached next to them. In prompts with completions, only the completions count in the loss, and in
+    conversations only the assistant messages. A classifier needs JSONL with text, label and
+    optionally text_pair."""
     split: str = "95,5"
     """Proportions of the documents for training, validation and, optionally, a test at the end of
     the run."""
@@ -382,7 +383,9 @@ class CheckpointOptions(VerifyOption):
 
     save: File = None
     """Directory for checkpoints. One is written at the end of the run, and when SIGTERM or SIGUSR1
-    stops it. A run that torchrun restarts (--max-restarts) resumes from the latest checkpoint."""
+    stops it.
+
+    A run that torchrun restarts (--max-restarts) resumes from the latest checkpoint."""
     save_interval: int = 0
     """Steps between checkpoints. 0: only at the end."""
     async_save: bool = False
@@ -395,8 +398,9 @@ class CheckpointOptions(VerifyOption):
     load: File = None
     """Checkpoint or model to start from. A directory of --save, or one step in it, resumes the run.
     A Hugging Face directory, org/name[@revision] on the Hugging Face hub, a Megatron-LM checkpoint
-    or a GGUF file starts a new run from its weights. With --lora-rank or --lora-load, this is the
-    base model of the adapters."""
+    or a GGUF file starts a new run from its weights.
+
+    With --lora-rank or --lora-load, this is the base model of the adapters."""
     load_weights_only: bool = False
     """Load only the weights of --load, and start a new run with them."""
 
@@ -473,15 +477,30 @@ class ConversionOptions(ImportOption, VerifyOption):
 class Options:
     """All settings, by group. Flags and TOML keys do not include the group."""
 
-    model: tyro.conf.OmitArgPrefixes[ModelOptions] = field(default_factory=ModelOptions)
-    parallel: tyro.conf.OmitArgPrefixes[ParallelOptions] = field(default_factory=ParallelOptions)
-    training: tyro.conf.OmitArgPrefixes[TrainingOptions] = field(default_factory=TrainingOptions)
-    lora: tyro.conf.OmitArgPrefixes[LoRAOptions] = field(default_factory=LoRAOptions)
-    optimizer: tyro.conf.OmitArgPrefixes[OptimizerOptions] = field(default_factory=OptimizerOptions)
+    # The flags of --help, in this order. --help-all has all flags. (): both are the same.
+    FIRST: ClassVar[tuple[str, ...]] = (
+        "preset",
+        "load",
+        "data",
+        "tokenizer",
+        "save",
+        "steps",
+        "lr",
+        "global_batch_size",
+        "seq_length",
+        "tp",
+        "pp",
+        "lora_rank",
+    )
     data: tyro.conf.OmitArgPrefixes[DataOptions] = field(default_factory=DataOptions)
+    training: tyro.conf.OmitArgPrefixes[TrainingOptions] = field(default_factory=TrainingOptions)
     checkpoint: tyro.conf.OmitArgPrefixes[CheckpointOptions] = field(
         default_factory=CheckpointOptions
     )
+    model: tyro.conf.OmitArgPrefixes[ModelOptions] = field(default_factory=ModelOptions)
+    optimizer: tyro.conf.OmitArgPrefixes[OptimizerOptions] = field(default_factory=OptimizerOptions)
+    parallel: tyro.conf.OmitArgPrefixes[ParallelOptions] = field(default_factory=ParallelOptions)
+    lora: tyro.conf.OmitArgPrefixes[LoRAOptions] = field(default_factory=LoRAOptions)
     evaluation: tyro.conf.OmitArgPrefixes[EvaluationOptions] = field(
         default_factory=EvaluationOptions
     )

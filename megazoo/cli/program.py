@@ -35,7 +35,7 @@ def run_script(name: str, *arguments: str) -> NoReturn:
 def run_command(command: Command, arguments: list[str]) -> NoReturn:
     """Run a command with these arguments, and exit."""
     sys.argv[1:] = [*command.arguments, *arguments]
-    if command.name == "pretrain" and arguments in (["--help"], ["-h"]):
+    if command.name == "pretrain" and arguments in (["--help"], ["-h"], ["--help-all"]):
         text = documentation(command)  # without importing torch, which takes seconds
         run_program(lambda words: parse_flags(Options, words, text))
     run_program(lambda words: import_module(command.module).main(words))

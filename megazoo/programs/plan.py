@@ -18,7 +18,7 @@ fastest is listed.
 
 import json
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import tyro
 
@@ -82,6 +82,7 @@ class PlanParallelOptions(ParallelOptions):
 class Options(TrainingProgram):
     """Run to plan: the settings of the training program, and those below."""
 
+    FIRST: ClassVar[tuple[str, ...]] = ()
     parallel: tyro.conf.OmitArgPrefixes[PlanParallelOptions] = field(
         default_factory=PlanParallelOptions
     )

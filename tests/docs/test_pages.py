@@ -407,4 +407,5 @@ def flags_of_programs() -> set[str]:
     flags = {"--" + name.rstrip("_").replace("_", "-") for name in settings}
     switches = {"--no-" + flag[2:] for flag in flags}
     torchrun = {option for action in get_args_parser()._actions for option in action.option_strings}
-    return flags | switches | {option.replace("_", "-") for option in torchrun} | {"--help"}
+    torchrun = {option.replace("_", "-") for option in torchrun}
+    return flags | switches | torchrun | {"--help", "--help-all"}

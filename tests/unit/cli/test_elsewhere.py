@@ -45,7 +45,7 @@ def test_all_unknown_flags_of_a_line_are_named_at_once(tmp_path):
     assert start == "unknown flags: --tensor-model-parallel-size: write --tp instead"
     assert hints[0].startswith("--swiglu: omit it: --model or --preset")
     assert hints[1:] == ["--hiden-size: did you mean --hidden-size?", "--xqzw"]
-    assert end == "--train-iters: write --steps instead (--help lists all)"
+    assert end == "--train-iters: write --steps instead (--help-all lists all)"
     (tmp_path / "run.toml").write_text("train_iters = 5\nhiden_size = 4\n")
     with pytest.raises(
         UserError, match=r"run\.toml: unknown keys: train_iters: write .*; hiden_size"

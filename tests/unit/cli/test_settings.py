@@ -150,7 +150,9 @@ BAD_INPUT = {
     "--vocab-size 100": (
         "--vocab-size 100 is smaller than the vocabulary of the tokenizer byte, 257 tokens: use"
     ),
-    "--hiden-size 64": "unknown flag --hiden-size; did you mean --hidden-size? (--help lists all)",
+    "--hiden-size 64": (
+        "unknown flag --hiden-size; did you mean --hidden-size? (--help-all lists all)"
+    ),
     "--preset gpt2-xll": "unknown model or preset 'gpt2-xll'; did you mean gpt2-xl?",
     "--model bert": "unknown model or preset 'bert'; `megazoo models` lists the presets of bloom",
     "--tp two": "--tp is 'two': it must be an int",
@@ -360,13 +362,40 @@ def test_a_mistake_ends_the_program_itself_with_2_and_no_traceback():
     assert done.stdout == ""
 
 
-def test_help_names_every_setting_and_needs_no_torch(tmp_path, monkeypatch):
+@pytest.fixture
+def no_torch(tmp_path, monkeypatch):
+    """An import of torch in a started program fails."""
     (tmp_path / "torch.py").write_text("raise ImportError('torch was imported')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    done = start([], "--help", executable=sys.executable)
+
+
+def test_help_all_names_every_setting_and_needs_no_torch(no_torch):
+    done = start([], "--help-all", executable=sys.executable)
     assert done.returncode == 0
     for setting in settings_of(Options):
         assert re.search(rf"--{setting.replace('_', '-')}[ ,]", done.stdout), setting
+    assert done.stdout.index("--data ") < done.stdout.index("--router-z-loss-coef ")
+
+
+def test_help_fits_on_a_page_and_names_the_topics(no_torch, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    done = start([], "--help", executable=sys.executable)
+    assert (done.returncode, done.stderr) == (0, "")
+    box, _, topics = done.stdout.partition("╰")
+    flags = re.findall(r"^│ --(\S+)", box, re.MULTILINE)
+    assert flags == [name.replace("_", "-") for name in Options.FIRST]
+    assert done.stdout.count("\n") <= 64
+    assert "(default: that of the model of" in box
+    assert f"--help-all describes all {len(settings_of(Options))} options" in topics
+    groups = [f for f in dataclasses.fields(Options) if dataclasses.is_dataclass(f.default_factory)]
+    assert all(group.name in topics for group in groups)
+
+
+def test_help_after_other_flags_is_the_same(capsys):
+    for words in (["--zero", "1", "--help"], ["-h"]):
+        with pytest.raises(SystemExit) as stop:
+            CommandLine.read(words)
+        assert (stop.value.code, "--help-all describes" in capsys.readouterr().out) == (0, True)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA devices")
