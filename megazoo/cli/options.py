@@ -508,7 +508,7 @@ class Options:
     config: File = None
     """TOML file of settings. Its keys are the flags with underscores. Flags override it."""
     dry_run: bool = False
-    """Print the settings and the plan of the run (memory, communication, bubble) without training.
+    """Print the plan of the run (memory, communication, bubble) and its settings, without training.
     """
     print_config: bool = False
     """Print the settings of the run as a TOML file for --config, without training."""

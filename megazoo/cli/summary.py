@@ -31,21 +31,24 @@ IN_CHECKPOINT = IN_CHECKPOINT - {"import_"} | {"load", "load_weights_only"}
 
 
 def show(run: Run, dp: int) -> None:
-    """Print the settings as TOML, and with --dry-run the plan."""
+    """Print the settings as TOML, with --dry-run after the plan."""
     options, device = run.options, run.options.parallel.device
     if not options.dry_run or device == "auto":
         device = run.device().type
-    print_rank_0(toml_of(run), end="")
-    if not options.dry_run:
-        return
+    settings = toml_of(run)  # before the data type that depends on the device is set
+    if options.dry_run:
+        print_rank_0("\n".join([*_planned(run, dp, device), "\n# settings for --config"]))
+    print_rank_0(settings, end="")
+
+
+def _planned(run: Run, dp: int, device: str) -> list[str]:
+    """Return the lines of the plan of a run, after its defaults and derived settings."""
     run.settle_dtype(device)
-    lines = [defaults_line(run)] if run.filled else []
-    print_rank_0("\n" + "\n".join([*lines, derived_line(run)]))
+    lines = [*([defaults_line(run)] if run.filled else []), derived_line(run)]
     if run.config.num_labels:
-        print_rank_0("no plan: classifiers are not supported")
-        return
+        return [*lines, "no plan: classifiers are not supported"]
     planner = Planner(run.config, attached=adapters_of(run))
-    print_rank_0("\n".join([f"on {device}:", *plan_lines(plan_of(planner, options, dp, device))]))
+    return [*lines, f"on {device}:", *plan_lines(plan_of(planner, run.options, dp, device))]
 
 
 def toml_of(run: Run) -> str:

@@ -176,11 +176,10 @@ def test_plan_and_pretrain_describe_the_same_run(words, monkeypatch, capsys, tmp
     given = [*words.split(), "--device", "cpu"]
     code, dry, error = run_main(pretrain, monkeypatch, capsys, *given, "--dry-run")
     assert (code, error) == (0, "")
-    printed, _, planned = dry.partition("\non cpu:\n")
+    planned, _, printed = dry.partition("on cpu:\n")[2].partition("\n# settings for --config\n")
     assert planned == run_main(plan, monkeypatch, capsys, *given)[1]
     # the printed settings are those of the run
-    lines = printed.splitlines()
-    (tmp_path / "c.toml").write_text("\n".join(lines[: lines.index("")]))
+    (tmp_path / "c.toml").write_text(printed)
     _, out, _ = run_main(plan, monkeypatch, capsys, "--config", tmp_path / "c.toml")
     assert out == planned
 
@@ -220,15 +219,17 @@ def test_a_dry_run_prints_what_follows_from_other_settings(weights, monkeypatch,
     derived = derived.replace(" --", ", --")
     _, out, _ = run_main(pretrain, monkeypatch, capsys, *words, "--steps", 100)
     assert "defaults: " not in out
-    assert f"\nderived: --warmup-steps 3, --lr-decay-steps 100, {derived}\n" in out
+    assert f"derived: --warmup-steps 3, --lr-decay-steps 100, {derived}\n" in out
     _, out, _ = run_main(pretrain, monkeypatch, capsys, *words)
     later = "from the size of the data: --epochs, --steps, --warmup-steps, --lr-decay-steps"
-    assert "\ndefaults: " not in out
-    assert f"\nderived: {derived}; {later}\n" in out
+    assert "defaults: " not in out
+    assert f"derived: {derived}; {later}\n" in out
 
 
 def test_a_dry_run_of_a_classifier_says_that_it_has_no_plan(monkeypatch, capsys, tmp_path):
     (tmp_path / "c.jsonl").write_text('{"text": "a", "label": 1}\n')
     words = ("--num-labels", 2, "--data", tmp_path / "c.jsonl", "--dry-run")
     code, out, _ = run_main(pretrain, monkeypatch, capsys, *words)
-    assert (code, out.splitlines()[-1]) == (0, "no plan: classifiers are not supported")
+    planned, _, printed = out.partition("\n# settings for --config\n")
+    assert (code, planned.splitlines()[-1]) == (0, "no plan: classifiers are not supported")
+    assert tomllib.loads(printed)["num_labels"] == 2
