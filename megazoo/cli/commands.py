@@ -63,8 +63,11 @@ COMMANDS = (
     ),
     _tool("preprocess", "preprocess_data", "Tokenize text into the files that training reads."),
     _tool("train-tokenizer", "train_tokenizer", "Train a sentencepiece tokenizer."),
-    _tool("plot metrics", "plot_metrics", "Plot the loss curves of metrics files."),
+    _tool(
+        "plot metrics", "plot_metrics", "Plot loss, learning rate, gradient norm and speed of runs."
+    ),
     _tool("plot schedule", "plot_schedule", "Draw a pipeline schedule."),
+    _tool("plot layout", "plot_layout", "Draw the ranks of a parallel layout."),
     Command(
         "models",
         "megazoo.programs.models",

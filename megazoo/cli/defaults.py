@@ -108,7 +108,7 @@ def fit_to_rows(options: Options, names: set[str], rows: int) -> None:
     if is_free:
         together = options.replicas * training.micro_batch_size
         sizes = [math.ceil(2**n / together) * together for n in range(6)]  # up to 32
-        most = math.ceil(training.epochs * rows / (FEW_STEPS - 1)) - 1  # rows for FEW_STEPS
+        most = math.ceil((training.epochs or 1) * rows / (FEW_STEPS - 1)) - 1  # rows for FEW_STEPS
         fitting = [size for size in sizes if size <= most]
         training.global_batch_size = max(fitting, default=sizes[0])
 

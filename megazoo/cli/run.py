@@ -102,7 +102,7 @@ class Run(Settings):
         training = self.options.training
         batch, before = training.global_batch_size, FEW_STEPS - 1
         together = self.options.replicas * training.micro_batch_size
-        rows = math.ceil(samples * training.epochs / before) - 1  # of the largest batch
+        rows = math.ceil(samples * (training.epochs or 1) / before) - 1  # of the largest batch
         advice = f"--epochs {before * batch // samples + 1}"
         if smaller := rows // together * together:
             advice = f"--global-batch-size {smaller} or {advice}"

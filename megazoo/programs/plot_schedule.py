@@ -17,6 +17,7 @@ import tyro
 from megazoo.cli.flags import parse_flags
 from megazoo.cli.options import ImportOption, ScheduleName
 from megazoo.cli.parsing import run_file
+from megazoo.cli.picture import check_picture, import_pyplot, save_picture
 from megazoo.errors import UserError
 from megazoo.parallel.placement import Placement
 from megazoo.parallel.schedule import (
@@ -59,13 +60,7 @@ def main(arguments: list[str]) -> None:
     if options.import_:
         run_file(options.import_)
     check(options)
-    try:
-        import matplotlib
-    except ImportError:
-        raise UserError("to draw, install matplotlib") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = import_pyplot()
     forward, inputs, weights = options.cost
     cost = COST | {"F": forward, "B": inputs + weights, "I": inputs, "W": weights}
     schedule = schedule_named(options.schedule)
@@ -87,11 +82,7 @@ def main(arguments: list[str]) -> None:
     axes.set_title(f"{name}: bubble {end / busy - 1:.1%} of the work")
     axes.invert_yaxis()
     figure.tight_layout()
-    try:
-        figure.savefig(options.output, dpi=150)
-    except OSError as error:
-        raise UserError(f"can't write {options.output}: {error.strerror}", exit_code=1) from error
-    print(f"drew {options.output}")
+    save_picture(figure, options.output)
 
 
 def check(options: Options) -> None:
@@ -108,8 +99,7 @@ def check(options: Options) -> None:
         raise UserError("--virtual-pp above 1 needs a pipeline: use --pp 2 or more")
     if len(options.cost) != 3 or not all(0 < cost <= LONGEST for cost in options.cost):
         raise UserError("--cost must be three numbers above 0: the times of F, I and W")
-    if options.output.suffix not in (".png", ".svg"):
-        raise UserError(f"--output {options.output} must end in .png or .svg")
+    check_picture("--output", options.output)
 
 
 def draw_rank(
