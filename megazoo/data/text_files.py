@@ -197,9 +197,19 @@ def _unit_of(path: Path) -> str:
             return ITEM if is_list and alone else LINE
         except json.JSONDecodeError as error:
             starts = first.startswith((b"{", b"[")) and error.pos >= len(error.doc.rstrip(" ,"))
-            return ITEM if starts else LINE
+            # An object is not a key: then the first line is a truncated line of JSONL.
+            is_truncated = first.startswith(b"{") and _is_object(next(lines, b""))
+            return ITEM if starts and not is_truncated else LINE
         except (ValueError, RecursionError):  # an error of this line
             return LINE
+
+
+def _is_object(line: bytes) -> bool:
+    """Return whether a line is a JSON object."""
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _is_parquet(path: Path) -> bool:

@@ -331,6 +331,7 @@ BAD_FILES = {
     ("a.json", '{"txt": 1}\n'): "a.json, line 1: it needs text",
     ("a.json", ""): "a.json has no lines",
     ("a.json", json.dumps([OBJECTS[0], None, OBJECTS[1]])): "a.json, item 2: not a JSON object",
+    ("a.jsonl", '{"text"\n{"text": "a"}\n'): "a.jsonl, line 1: Expecting ':' delimiter",
     ("a.jsonl", "[1]\n[2]"): "line 1: not a JSON object but a list: a conversation is {",
 }
 
