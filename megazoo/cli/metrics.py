@@ -287,23 +287,31 @@ def traced_steps(
 class StepLines:
     """Formats lines such as "step 20/700  loss 3.1  ...  1:05 left", one every `interval` steps.
 
+    The speed in a line is the mean over the steps since the previous line.
+
     Args:
         step: step at which the run starts.
         steps: step at which the run ends.
         interval: steps between lines.
-        mfu: MFU at a rate of one token per second. None: unknown.
+        token_flops: FLOPs per token and device.
+        peak: peak FLOP/s of a device, for the MFU. None: unknown.
     """
 
-    def __init__(self, step: int, steps: int, interval: int, mfu: float | None = None):
-        self.first, self.steps, self.interval, self.mfu = step, steps, interval, mfu
+    def __init__(
+        self, step: int, steps: int, interval: int, token_flops: float, peak: float | None = None
+    ):
+        self.first, self.steps, self.interval = step, steps, interval
+        self.token_flops, self.peak = token_flops, peak
         self.start = self.last_time = time.perf_counter()
-        self.tokens = 0  # since the last line
+        self.last_step, self.tokens = step, 0  # of the last line, and since it
 
     def time(self) -> str:
         """Return the time since the start, as 1:05."""
         return clock(time.perf_counter() - self.start)
 
-    def line(self, step: int, tokens: int, loss: float, norm: float, lr: float) -> str | None:
+    def line(
+        self, step: int, tokens: int, loss: float, norm: float, lr: float, memory: int
+    ) -> str | None:
         """Return the line of a step, or None between intervals. The first and the last step always
         have a line.
 
@@ -313,17 +321,26 @@ class StepLines:
             loss: loss of the step.
             norm: norm of the gradient.
             lr: learning rate.
+            memory: peak memory in bytes.
         """
         self.tokens += tokens
         if step % self.interval and step not in (self.first + 1, self.steps):
             return None
         now = time.perf_counter()
-        rate = self.tokens / max(now - self.last_time, 1e-9)
+        seconds = max(now - self.last_time, 1e-9)
+        rate, step_time = self.tokens / seconds, seconds / (step - self.last_step)
+        flops = rate * self.token_flops
         left = (now - self.start) / (step - self.first) * (self.steps - step)
-        self.last_time, self.tokens = now, 0
+        self.last_time, self.last_step, self.tokens = now, step, 0
         return (
             f"step {step:>{len(str(self.steps))}}/{self.steps}  loss {loss:.4f}  "
-            f"grad norm {norm:.3f}  lr {lr:.2e}  {rate:,.0f} tokens/s  "
-            + (f"mfu {rate * self.mfu:.1%}  " if self.mfu else "")
-            + f"{clock(left)} left"
+            f"grad norm {norm:.3f}  lr {lr:.2e}  {step_time * 1e3:,.0f} ms  {rate:,.0f} tokens/s  "
+            f"{_tflops(flops)} TFLOP/s  "
+            + (f"mfu {flops / self.peak:.1%}  " if self.peak else "")
+            + f"{memory / 1e9:.2f} GB  {clock(left)} left"
         )
+
+
+def _tflops(flops: float) -> str:
+    """Format FLOP/s in TFLOP/s, with two decimals or, below 0.1, with two significant digits."""
+    return f"{flops / 1e12:,.2f}" if flops >= 1e11 else f"{flops / 1e12:.2g}"

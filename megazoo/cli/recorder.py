@@ -71,8 +71,9 @@ class Recorder:
         flops = flops_per_token(run.config, training.seq_length, training.train_only, attached)
         self.token_flops = flops / model.ctx.world_size
         self.peak = log.peak_tflops * 1e12 if log.peak_tflops else peak_flops(model.ctx.device)
-        mfu = self.token_flops / self.peak if self.peak else None
-        self.lines = StepLines(run.first_step, training.steps, log.log_interval, mfu)
+        self.lines = StepLines(
+            run.first_step, training.steps, log.log_interval, self.token_flops, self.peak
+        )
 
     def __enter__(self) -> "Recorder":
         ctx, keep, log = self.model.ctx, self.run.options.checkpoint, self.run.options.logging
@@ -131,7 +132,8 @@ class Recorder:
                 f"step {step}: the gradients overflowed, step skipped; "
                 f"loss scale {self.loss_scale:g}"
             )
-        if line := self.lines.line(step, tokens, loss, norm, self.optimizer.lr):
+        memory = values["peak_memory"]
+        if line := self.lines.line(step, tokens, loss, norm, self.optimizer.lr, memory):
             print_rank_0(line)
         callbacks.after_step(step, values, self.model)
 

@@ -3,11 +3,13 @@
 import gzip
 import json
 import re
+import time
 from collections import Counter
 
 import pytest
 
 from megazoo import pretrain
+from megazoo.cli.metrics import StepLines
 from megazoo.models.counts import flops_per_token
 from megazoo.models.source import SavedModel
 from megazoo.parallel.schedule import zb_h1
@@ -44,7 +46,8 @@ def test_metrics_evaluation_and_summary(tmp_path, capsys):
     assert [record["step"] for record in evaluations] == [2, 3]
     assert set(evaluations[0]) == {"step", "eval_loss", "eval_perplexity"}
     out = capsys.readouterr().out
-    assert re.search(r"step 2/3  loss \d\.\d{4}  grad norm .* tokens/s  \d+:\d\d left", out)
+    line = r"step 2/3  loss \d\.\d{4}  grad norm \S+  lr \S+  [\d,]+ ms  [\d,]+ tokens/s  "
+    assert re.search(line + r"[\de.,-]+ TFLOP/s  \d+\.\d\d GB  \d+:\d\d left\n", out)
     for words in (
         "validation loss",
         "step_00000003",
@@ -79,7 +82,22 @@ def test_tensorboard_and_mfu(tmp_path, capsys):
     for record in steps.values():
         assert record["mfu"] == pytest.approx(record["tokens_per_second"] * flops / 0.5e12)
         assert record["tflops"] == pytest.approx(record["mfu"] / 2)
-    assert re.search(r"tokens/s  mfu \d+\.\d%  ", capsys.readouterr().out)
+    assert re.search(r"TFLOP/s  mfu \d+\.\d%  ", capsys.readouterr().out)
+
+
+def test_the_speed_of_a_line_is_that_of_the_steps_since_the_previous_line(monkeypatch):
+    """Step 1 takes 1 s, each later step 0.2 s."""
+    clock = iter([0.0, 1.0, 1.6])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    lines = StepLines(0, 8, 4, token_flops=5e8, peak=1e12)
+    shown = [lines.line(step, 300, 2.0, 0.5, 1e-3, 610_000_000) for step in (1, 2, 3, 4)]
+    start = "loss 2.0000  grad norm 0.500  lr 1.00e-03"
+    assert shown == [
+        f"step 1/8  {start}  1,000 ms  300 tokens/s  0.15 TFLOP/s  mfu 15.0%  0.61 GB  0:07 left",
+        None,
+        None,
+        f"step 4/8  {start}  200 ms  1,500 tokens/s  0.75 TFLOP/s  mfu 75.0%  0.61 GB  0:02 left",
+    ]
 
 
 def test_profile_names_the_actions(ranks, tmp_path):
