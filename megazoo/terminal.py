@@ -44,18 +44,19 @@ def byte_bar(total: int, what: str):
     return _progress(total, what, unit="B", unit_scale=True)
 
 
-def count_bar(total: int, what: str, unit: str):
+def count_bar(total: int, what: str, unit: str, seconds: float | None = None):
     """Return a progress bar for rank 0 that counts items. See `byte_bar`.
 
     Args:
         total: total number of items.
         what: a verb for the work.
         unit: name of an item.
+        seconds: minimum time between lines. None: LINE_SECONDS.
     """
-    return _progress(total, what, unit=f" {unit}")
+    return _progress(total, what, seconds, unit=f" {unit}")
 
 
-def _progress(total: int, what: str, **options):
+def _progress(total: int, what: str, seconds: float | None = None, **options):
     from tqdm import tqdm
 
     class Bar(tqdm):
@@ -72,4 +73,5 @@ def _progress(total: int, what: str, **options):
     if sys.stderr.isatty():
         return Bar(**options, delay=1)
     line = "{desc}: {percentage:.0f}% of {total_fmt}, {rate_fmt}, {remaining} left"
-    return Lines(**options, mininterval=LINE_SECONDS, miniters=1, delay=1e-9, bar_format=line)
+    seconds = LINE_SECONDS if seconds is None else seconds
+    return Lines(**options, mininterval=seconds, miniters=1, delay=1e-9, bar_format=line)

@@ -108,20 +108,31 @@ def program_name() -> str:
     return f"megazoo {_started.name}" if _started else Path(sys.argv[0]).name
 
 
-def entry() -> list[str]:
-    """Return the words between `python` or `torchrun` and the arguments of this program."""
-    return ["-m", "megazoo", *_started.name.split()] if _started else [sys.argv[0]]
+def entry(name: str | None = None) -> list[str]:
+    """Return the words between `python` or `torchrun` and the arguments of this program, or of the
+    command `name`."""
+    if _started:
+        return ["-m", "megazoo", *(name or _started.name).split()]
+    return [_path(_script_of(name))] if name else [sys.argv[0]]
 
 
-def torchrun_line(ranks: int, arguments: list[str] | None = None) -> str:
-    """Return the torchrun command that starts this program on a number of ranks.
+def torchrun_line(
+    ranks: int, arguments: list[str] | None = None, name: str | None = None, nodes: int = 1
+) -> str:
+    """Return the torchrun command that starts this program, or the command `name`, on a number of
+    ranks.
 
     Args:
         ranks: number of ranks.
         arguments: arguments of the program. None: those of this process.
+        name: the command.
+        nodes: number of nodes. The command starts the ranks of one of them.
     """
     words = sys.argv[1:] if arguments is None else arguments
-    return f"torchrun --nproc-per-node {ranks} {shlex.join([*entry(), *words])}"
+    launch = f"torchrun --nproc-per-node {ranks // nodes}"
+    if nodes > 1:
+        launch += f" --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint NODE:29400"
+    return f"{launch} {shlex.join([*entry(name), *words])}"
 
 
 def command_line(arguments: list[str], name: str | None = None) -> str:
@@ -132,11 +143,15 @@ def command_line(arguments: list[str], name: str | None = None) -> str:
         if shutil.which("megazoo") == str(path):
             return shlex.join(["megazoo", *words, *arguments])
         return f"{_python()} {shlex.join(['-m', 'megazoo', *words, *arguments])}"
-    script = Path(sys.argv[0])
-    if name:
-        root = script.parents[1] if script.parent.name == "tools" else script.parent
-        script = root / command_named(name).script
+    script = _script_of(name) if name else Path(sys.argv[0])
     return f"{_python()} {shlex.join([_path(script), *arguments])}"
+
+
+def _script_of(name: str) -> Path:
+    """Return the script of a command, in the clone of the script that runs."""
+    script = Path(sys.argv[0])
+    root = script.parents[1] if script.parent.name == "tools" else script.parent
+    return root / command_named(name).script
 
 
 def _python() -> str:

@@ -3,7 +3,7 @@ bubble."""
 
 from megazoo.planning.plan import Plan, Planner, RankPlan, note_on_mfu
 from megazoo.planning.run import PlannedRun
-from megazoo.planning.search import FoundLayout, fastest_layouts, find_layouts
+from megazoo.planning.search import FoundLayout, fastest_layouts, find_layouts, most_layouts
 from megazoo.planning.step_time import GPUS
 
 __all__ = [
@@ -15,5 +15,6 @@ __all__ = [
     "RankPlan",
     "fastest_layouts",
     "find_layouts",
+    "most_layouts",
     "note_on_mfu",
 ]

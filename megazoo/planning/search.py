@@ -1,9 +1,9 @@
 """Find the layouts of a number of GPUs in which a run fits into memory."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import accumulate, product
 from typing import Any
 
 import torch
@@ -70,6 +70,7 @@ def find_layouts(
     run: PlannedRun,
     gpu: GPU = GPUS["h100"],
     cp_method: str = "allgather",
+    progress: Callable[[int], object] = lambda _: None,
 ) -> Iterator[FoundLayout]:
     """Yield the layouts of `gpus` ranks that fit, in no particular order.
 
@@ -94,6 +95,8 @@ def find_layouts(
         run: The run; its recompute and zero are replaced.
         gpu: GPU type for the estimate of the time.
         cp_method: See CP_METHODS.
+        progress: Called after each layout with the number of layouts that are done: tried, or
+            found to be unnecessary. It is at most `most_layouts`.
 
     Raises:
         UserError: If no layout could run.
@@ -104,27 +107,54 @@ def find_layouts(
     if placement_named_by(run.schedule) == "v":
         smallest = ParallelContext.virtual(pp=2, virtual=2, placement="v")
     planner.check(smallest, replace(run, global_batch_size=run.micro_batch_size))
-    layers, least_memory = planner.config.layers, _weights_and_gradients(planner, run)
+    least_memory = _weights_and_gradients(planner, run)
+    counts = _layouts_to_try(planner.config, gpus, run.seq_length)
+    before = dict(zip(counts, accumulate(counts.values(), initial=0), strict=False))
     for tp in (1 << n for n in range(LARGEST_TP.bit_length())):
         fastest, depth = math.inf, 0  # the time of the fastest, and its pp
-        for pp in range(1, min(gpus, layers, LARGEST_PP) + 1):
-            if gpus % (tp * pp):
-                continue
+        for pp in (pp for its_tp, pp in counts if its_tp == tp):
             most_ep = _sizes_of_ep(planner.config, gpus // (tp * pp))[-1]
             if least_memory > tp * pp * most_ep * memory:
                 continue
+            done = before[tp, pp]
             least, cp = len(MODES), 1  # least: the recomputation that a smaller cp needs
             while least > 0 and gpus % (tp * pp * cp) == 0:
                 if cp > 1 and run.seq_length < cp * SHORTEST_PART:
                     break
                 sizes = tp, pp, cp, gpus // (tp * pp * cp)
-                found = list(_of_sizes(planner, sizes, memory, run, gpu, cp_method))
+                found = []
+                for layout in _of_sizes(planner, sizes, memory, run, gpu, cp_method):
+                    done += 1
+                    progress(done)
+                    found += [layout] if layout else []
                 yield from (each for each in found if MODES.index(each.recompute) < least)
                 least = min([least, *(MODES.index(each.recompute) for each in found)])
                 fastest, depth = min([(fastest, depth), *((each.time, pp) for each in found)])
                 cp *= 2
             if least == 0 and cp == 2 and pp >= 2 * depth:  # context parallelism is not needed
                 break
+
+
+def most_layouts(config: Any, gpus: int, seq_length: int) -> int:
+    """Return the largest number of layouts that `find_layouts` tries."""
+    return sum(_layouts_to_try(config, gpus, seq_length).values())
+
+
+def _layouts_to_try(config: Any, gpus: int, seq_length: int) -> dict[tuple[int, int], int]:
+    """Return the largest number of layouts to try for each pair of tp and pp, in the order of the
+    search."""
+    counts = {}
+    for tp in (1 << n for n in range(LARGEST_TP.bit_length())):
+        for pp in range(1, min(gpus, config.layers, LARGEST_PP) + 1):
+            if gpus % (tp * pp):
+                continue
+            replicas = gpus // (tp * pp)
+            sizes_of_cp = 1
+            while not replicas % 2**sizes_of_cp and seq_length >= 2**sizes_of_cp * SHORTEST_PART:
+                sizes_of_cp += 1
+            of_virtual_pp = len(_sizes_of_virtual_pp(config.layers, pp))
+            counts[tp, pp] = sizes_of_cp * of_virtual_pp * len(_sizes_of_ep(config, replicas))
+    return counts
 
 
 def _weights_and_gradients(planner: Planner, run: PlannedRun) -> int:
@@ -143,13 +173,13 @@ def _of_sizes(
     run: PlannedRun,
     gpu: GPU,
     cp_method: str,
-) -> Iterator[FoundLayout]:
-    """Yield the layouts that fit, one per virtual-pp and ep. sizes: tp, pp, cp and dp."""
+) -> Iterator[FoundLayout | None]:
+    """Yield a layout, or None if it does not fit, for each virtual-pp and ep. sizes: tp, pp, cp and
+    dp."""
     tp, pp, cp, dp = sizes
-    layers = planner.config.layers
-    virtual = [v for v in range(2, LARGEST_VIRTUAL_PP + 1) if pp > 1 and layers % (pp * v) == 0]
+    virtual = _sizes_of_virtual_pp(planner.config.layers, pp)
     run = replace(run, zero=int(dp * cp > 1))
-    for virtual_pp, ep in product((1, *virtual), _sizes_of_ep(planner.config, dp * cp)):
+    for virtual_pp, ep in product(virtual, _sizes_of_ep(planner.config, dp * cp)):
         try:
             layout = ParallelContext.virtual(
                 tp,
@@ -164,12 +194,17 @@ def _of_sizes(
             )
             planner.check(layout, run)
         except UserError:
+            yield None
             continue
         modes = (replace(run, recompute=mode) for mode in MODES)
         tried = (fitting_layout(planner, layout, mode, memory, gpu) for mode in modes)
-        least = next(filter(None, tried), None)
-        if least:
-            yield least
+        yield next(filter(None, tried), None)
+
+
+def _sizes_of_virtual_pp(layers: int, pp: int) -> list[int]:
+    """Return the numbers of stages per rank to try."""
+    several = range(2, LARGEST_VIRTUAL_PP + 1) if pp > 1 else ()
+    return [1, *(virtual for virtual in several if layers % (pp * virtual) == 0)]
 
 
 def _sizes_of_ep(config: Any, most: int) -> list[int]:

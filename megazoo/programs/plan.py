@@ -2,6 +2,7 @@
 pipeline bubble.
 
 $ megazoo plan --preset gpt3-175b --tp 8 --pp 16 --dp 8 --json plan.json
+$ megazoo plan --preset llama3-8b --tp 2 --pp 4 --plot memory.png
 $ megazoo plan --preset gpt3-175b --search --gpus 1024 --gpu h100 --memory 80GB
 $ megazoo plan --preset llama-7b --lora-rank 8 --lora-targets q,v
 
@@ -17,12 +18,15 @@ fastest is listed.
 """
 
 import json
-from dataclasses import asdict, dataclass, field
+import sys
+from contextlib import redirect_stdout
+from dataclasses import asdict, dataclass, field, fields
 from typing import Annotated, ClassVar, Literal
 
 import tyro
 
-from megazoo.cli.flags import File, unset
+from megazoo.cli.commands import torchrun_line
+from megazoo.cli.flags import File, flag_of, settings_of, unset
 from megazoo.cli.options import (
     DataOptions,
     EvaluationOptions,
@@ -30,11 +34,16 @@ from megazoo.cli.options import (
     ParallelOptions,
 )
 from megazoo.cli.options import Options as TrainingProgram
+from megazoo.cli.parsing import each_once
+from megazoo.cli.parsing import without as without_flags
+from megazoo.cli.picture import check_picture, save_picture
+from megazoo.cli.plan_picture import memory_figure
 from megazoo.cli.plan_report import adapters_of, plan_lines, plan_of, planned_run
 from megazoo.cli.settings import resolve
 from megazoo.cli.text import size, table, without
 from megazoo.errors import UserError
 from megazoo.files import write_text
+from megazoo.models.counts import flops_per_token
 from megazoo.models.hugging_face.export import parse_size
 from megazoo.planning import (
     GPUS,
@@ -42,10 +51,15 @@ from megazoo.planning import (
     Planner,
     fastest_layouts,
     find_layouts,
+    most_layouts,
     note_on_mfu,
 )
+from megazoo.planning.step_time import NODE
+from megazoo.terminal import count_bar
 
+DEFAULT_MEMORY = "80GB"
 LISTED = 20  # layouts that a search prints
+PROGRESS_SECONDS = 5.0  # between the lines of progress of a search
 SEARCH_COLUMNS = [
     "tp",
     "pp",
@@ -64,7 +78,21 @@ SEARCH_COLUMNS = [
     "sent dp",
     "exposed",
     "time",
+    "tokens/s/GPU",
+    "MFU",
 ]
+# Settings that a search selects. A run of the layout needs their flags.
+SELECTED = (
+    "tp",
+    "pp",
+    "cp",
+    "dp",
+    "ep",
+    "virtual_pp",
+    "recompute",
+    "sequence_parallel",
+    "zero",
+)
 
 
 @dataclass
@@ -88,14 +116,21 @@ class Options(TrainingProgram):
     )
     json: File = None
     """JSON file to write the plan to. -: write JSON to stdout instead of the table."""
+    plot: File = None
+    """Picture (.png or .svg) to draw the memory of each rank to, with matplotlib. --memory adds a
+    line."""
     search: bool = False
     """List layouts that fit into memory, instead of planning one layout."""
     gpus: int = 8
     """Number of GPUs, for --search."""
     gpu: Literal["a100", "h100", "h200", "b200"] = "h100"
     """GPU for the estimated step times of --search, eight per node."""
-    memory: str = "80GB"
-    """Memory per GPU, for --search."""
+    memory: Annotated[str | None, unset("SIZE", "80GB")] = None
+    """Memory per GPU, for --search and --plot."""
+
+    @property
+    def memory_limit(self) -> int:
+        return parse_size(self.memory or DEFAULT_MEMORY)
 
     @property
     def replicas(self) -> int:
@@ -129,14 +164,29 @@ def main(arguments: list[str]) -> None:
         raise UserError(f"--gpus {options.gpus} must be at least 1")
     if options.parallel.device == "auto":
         options.parallel.device = "cuda"
-    parse_size(options.memory)
+    limit = options.memory_limit
+    if options.plot:
+        check_picture("--plot", options.plot)
+        if options.search:
+            raise UserError("--plot draws a single layout: remove --plot or --search")
     if settings.config.num_labels:
         raise UserError(
             "planning a classifier is not supported: plan the language model, which needs a little "
             "more memory, for its logits"
         )
     planner = Planner(settings.config, quick=options.search, attached=adapters_of(settings))
-    values, lines = (searched if options.search else planned)(planner, options)
+    if options.search:
+        values, lines = searched(planner, options, limit, arguments)
+    else:
+        plan = plan_of(planner, options, options.parallel.dp or 1, options.parallel.device)
+        values, lines = plan.as_dict(), plan_lines(plan)
+        if options.model.import_:
+            note = note_on_mfu(planner.config, plan.batch["seq_length"])
+            lines += [note] if note else []
+        if options.plot:
+            figure = memory_figure(plan, limit if options.memory else None)
+            with redirect_stdout(sys.stderr):  # stdout may be JSON
+                save_picture(figure, options.plot)
     text = json.dumps(values, indent=1)
     if str(options.json) == "-":
         print(text)
@@ -146,32 +196,66 @@ def main(arguments: list[str]) -> None:
         write_text("--json", options.json, text + "\n")
 
 
-def searched(planner: Planner, options: Options) -> tuple[list[dict], list[str]]:
-    """Return the best layouts that fit, as values for JSON and as lines to print."""
-    memory, cp_method = parse_size(options.memory), options.parallel.cp_method
-    run = planned_run(options, options.parallel.device)
-    found = find_layouts(planner, options.gpus, memory, run, GPUS[options.gpu], cp_method)
-    layouts = fastest_layouts(found)[:LISTED]
+def searched(
+    planner: Planner, options: Options, memory: int, arguments: list[str]
+) -> tuple[list[dict], list[str]]:
+    """Return the best layouts that fit, as values for JSON and as lines to print. memory: bytes
+    per GPU. arguments: words of the command line."""
+    cp_method = options.parallel.cp_method
+    run, gpus, gpu = planned_run(options, options.parallel.device), options.gpus, GPUS[options.gpu]
+    most = most_layouts(planner.config, gpus, run.seq_length)
+    with count_bar(most, "search", "layouts", PROGRESS_SECONDS) as bar:
+        found = find_layouts(
+            planner, gpus, memory, run, gpu, cp_method, lambda done: bar.update(done - bar.n)
+        )
+        layouts = fastest_layouts(found)[:LISTED]
     if not layouts:
-        raise UserError(f"no layout of {options.gpus} GPUs fits into {options.memory}", exit_code=1)
+        raise UserError(
+            f"no layout of {gpus} GPUs fits into {options.memory or DEFAULT_MEMORY}", exit_code=1
+        )
+    flops = flops_per_token(planner.config, run.seq_length, run.train_only, planner.attached)
+    speeds = [run.global_batch_size * run.seq_length / each.time / gpus for each in layouts]
+    mfus = [speed * flops / gpu.flops for speed in speeds]
+    values = [
+        {**asdict(layout), "tokens_per_second_per_gpu": speed, "mfu": mfu}
+        for layout, speed, mfu in zip(layouts, speeds, mfus, strict=True)
+    ]
     batch = f"global batch {run.global_batch_size} x {run.seq_length} tokens"
-    return [asdict(layout) for layout in layouts], [*search_lines(layouts, options.gpu), batch]
+    command = run_command(layouts[0], options, arguments)
+    return values, [*search_lines(layouts, speeds, mfus, options.gpu), batch, command]
 
 
-def planned(planner: Planner, options: Options) -> tuple[dict, list[str]]:
-    """Return the plan of one layout, as values for JSON and as lines to print."""
-    plan = plan_of(planner, options, options.parallel.dp or 1, options.parallel.device)
-    lines = plan_lines(plan)
-    if options.model.import_:
-        note = note_on_mfu(planner.config, plan.batch["seq_length"])
-        lines += [note] if note else []
-    return plan.as_dict(), lines
+def run_command(layout: FoundLayout, options: Options, arguments: list[str]) -> str:
+    """Return the line with the command that trains in a layout. arguments: words of the search."""
+    ranks = options.gpus
+    nodes = next(n for n in range(-(-ranks // NODE), ranks + 1) if ranks % n == 0)
+    of_plan = {f.name for f in fields(Options)} - {f.name for f in fields(TrainingProgram)}
+    words = without_flags(each_once(arguments), {*of_plan, *SELECTED})
+    usual, given = settings_of(TrainingProgram), options.values
+    for name in SELECTED:
+        value = getattr(layout, name)
+        if name == "dp":  # follows from the number of ranks
+            needed = given[name] not in (None, value)
+        elif name == "sequence_parallel":
+            needed = value or given[name]
+        else:
+            needed = value not in (usual[name], given[name]) or given[name] != usual[name]
+        if needed:
+            flag = flag_of(name)
+            is_switch = isinstance(value, bool)
+            off = flag.replace("--", "--no-", 1)
+            words += [flag if value else off] if is_switch else [flag, str(value)]
+    where = f"on each of {nodes} nodes" if nodes > 1 else "start it with"
+    return f"{where}: {torchrun_line(ranks, words, 'pretrain', nodes)}"
 
 
-def search_lines(layouts: list[FoundLayout], gpu: str) -> list[str]:
-    """Return the table of a search. gpu: the GPU of the estimated times."""
+def search_lines(
+    layouts: list[FoundLayout], speeds: list[float], mfus: list[float], gpu: str
+) -> list[str]:
+    """Return the table of a search. speeds: tokens per second and GPU. gpu: the GPU of the
+    estimated times."""
     rows = [SEARCH_COLUMNS]
-    for layout in layouts:
+    for layout, speed, mfu in zip(layouts, speeds, mfus, strict=True):
         row = [
             layout.tp,
             layout.pp,
@@ -190,6 +274,8 @@ def search_lines(layouts: list[FoundLayout], gpu: str) -> list[str]:
             size(layout.sent_dp),
             f"{layout.exposed:.1%}",
             f"{layout.time / layouts[0].time:.3f}",
+            f"{speed:,.0f}",
+            f"{mfu:.1%}",
         ]
         rows.append([str(cell) for cell in row])
     if all(layout.cp == 1 for layout in layouts):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megazoo.programs import plot_layout, plot_metrics, plot_schedule
+from megazoo.programs import plan, plot_layout, plot_metrics, plot_schedule
 from tests.support.inference import run_main
 
 
@@ -123,3 +123,18 @@ def test_plot_layout_draws_each_rank_in_its_place(tmp_path, capsys, monkeypatch)
         assert code == 2
         if message:
             assert error == f"plot_layout.py: error: {message}\n"
+
+
+def test_plan_draws_the_memory_of_each_group_of_ranks(tmp_path, capsys):
+    drawn = tmp_path / "a.svg"
+    words = "--preset gpt2-tiny --tp 2 --pp 2 --memory 40MB --json - --plot"
+    plan.main([*words.split(), str(drawn)])
+    printed, texts = capsys.readouterr(), drawn_texts(drawn)
+    assert printed.err == f"drew {drawn}\n"
+    ranks = json.loads(printed.out)["ranks"]
+    names = [f"pp {rank['pp']}, tp {rank['tp'][0]}" for rank in ranks]  # unequal shards
+    assert len(names) == 4
+    assert [text for text in texts if text.startswith("pp ")] == names
+    assert {f"{rank['total'] / 1e6:.4g}MB" for rank in ranks} <= set(texts)
+    assert {"weights", "gradients", "optimizer", "activations", "limit 40MB"} <= set(texts)
+    assert {"MB per rank", "gpt2, tp 2 x pp 2 x dp 1, bfloat16, recompute none"} <= set(texts)

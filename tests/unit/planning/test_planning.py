@@ -2,6 +2,7 @@
 hand."""
 
 import json
+import re
 import sys
 from dataclasses import replace
 from functools import partial, update_wrapper
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import megazoo
+from megazoo.cli.parsing import CommandLine
 from megazoo.cli.program import run_program
 from megazoo.models.counts import flops_per_token, parameter_count
 from megazoo.models.gpt2 import GPT2Config
@@ -340,6 +342,10 @@ def test_search_lists_what_fits_fastest_first(capsys):
     for each in told:
         assert each["tp"] * each["pp"] * each["dp"] == 4
         assert each["total"] <= 1.5e9
+        rate = 4 * 1024 / each["time"] / 4
+        assert each["tokens_per_second_per_gpu"] == pytest.approx(rate)
+        flops = rate * flops_per_token(find_config("gpt2-124m"), 1024)
+        assert each["mfu"] == pytest.approx(flops / 989e12)
     best = told[0]
     names = ("tp", "pp", "dp", "virtual_pp", "sequence_parallel", "zero")
     layout = {name: best[name] for name in names}
@@ -347,6 +353,39 @@ def test_search_lists_what_fits_fastest_first(capsys):
     exact = plan(find_config("gpt2-124m"), layout, recompute=best["recompute"], **batch)
     assert 0.999 <= best["total"] / max(rank.total for rank in exact.ranks) < 1.1
     assert best["bubble"] == pytest.approx(exact.bubble_of_stages, rel=1e-3, abs=1e-9)
+
+
+def test_a_search_shows_its_progress_and_the_command_of_the_fastest_layout(
+    capsys, monkeypatch, tmp_path
+):
+    """The command has the words of the user, except those of plan and those that the layout
+    replaces."""
+    monkeypatch.setattr(sys, "argv", ["tools/plan.py"])
+    monkeypatch.setattr(tool, "PROGRESS_SECONDS", 0)
+    settings = tmp_path / "run.toml"
+    settings.write_text('recompute = "full"\nsequence_parallel = true\n')
+    words = "--preset gpt2-tiny --gpus=4 --memory 8MB --tp 4 --lr 1e-4 --search --gpu a100"
+    tool.main([*words.split(), "--json", str(tmp_path / "found"), "--config", str(settings)])
+    best, done = json.loads((tmp_path / "found").read_text())[0], capsys.readouterr()
+    command = done.out.splitlines()[-1].partition("pretrain_gpt.py ")
+    assert command[0] == "start it with: torchrun --nproc-per-node 4 "
+    given = command[2].split()
+    assert given[:6] == ["--preset", "gpt2-tiny", "--lr", "1e-4", "--config", str(settings)]
+    values = CommandLine.read(given).options().values
+    selected = {name: values[name] for name in tool.SELECTED if name != "dp"}
+    assert selected == {name: best[name] for name in selected}
+    lines = [re.fullmatch(r"search: (\d+)% of 8, .*", line) for line in done.err.splitlines()]
+    shares = [int(line[1]) for line in lines if line]
+    assert len(shares) == len(lines) > 2
+    assert shares == sorted(shares)
+    assert shares[-1] <= 100
+
+
+def test_the_command_for_several_nodes_is_that_of_each_node(capsys):
+    tool.main("--preset gpt2-tiny --search --gpus 9 --global-batch-size 9".split())
+    last = capsys.readouterr().out.splitlines()[-1]
+    start = "on each of 3 nodes: torchrun --nproc-per-node 3 --nnodes 3 --rdzv-backend c10d "
+    assert last.startswith(start + "--rdzv-endpoint NODE:29400 ")
 
 
 def test_mistakes_are_told_in_one_line(capsys, monkeypatch):
@@ -362,6 +401,8 @@ def test_mistakes_are_told_in_one_line(capsys, monkeypatch):
         "--pp 9": "layers 4 are too few for pp 9 stages: use pp of at most 4",
         "--search --memory 80X": "'80X' is not a size such as 5GB or 200MB",
         "--search --memory 1KB": "no layout of 8 GPUs fits into 1KB",
+        "--search --plot a.svg": "--plot draws a single layout: remove --plot or --search",
+        "--plot a.pdf": "--plot a.pdf must end in .png or .svg",
         "--search --gpus 0": "--gpus 0 must be at least 1",
         "--serach": "unknown flag --serach; did you mean --search? (--help lists all)",
         "--seq-length 257": "seq-length 257 exceeds the model's max-positions 256: use "
