@@ -1,5 +1,6 @@
 """Flags of Megatron-LM, the transformers Trainer and torchtitan, and their megazoo equivalents."""
 
+import re
 from collections.abc import Iterable
 
 from megazoo.errors import nearest
@@ -112,7 +113,11 @@ TORCHTITAN = {
     "metrics.log-freq": "--log-interval",
     "profiling.enable-profiling": "--profile DIR",
 }
-KNOWN = {**TORCHTITAN, **TRAINER, **MEGATRON}
+OTHER = {
+    "ranks": "--dp (replicas; the number of ranks is tp x pp x cp x dp)",
+    "fsdp": "--zero 1 (it shards the optimizer state; sharded parameters are not supported)",
+}
+KNOWN = {**TORCHTITAN, **TRAINER, **MEGATRON, **OTHER}
 
 # What needs no flag, and why.
 KERNELS = "PyTorch selects the kernels, and --compile fuses more operations"
@@ -151,12 +156,45 @@ def about_unknown(kind: str, names: Iterable[str], known: set[str]) -> str:
 
     kind: what they are, such as flag. known: those that the program has.
     """
-    hints = {name: _hint(name, known) for name in names}
-    if len(hints) == 1:
-        ((name, hint),) = hints.items()
-        return f"unknown {kind} {name}" + f"; {hint}" * bool(hint)
-    listed = [f"{name}: {hint}" if hint else name for name, hint in hints.items()]
+    listed = hints_for_unknown(names, known)
+    if len(listed) == 1:
+        return f"unknown {kind} {listed[0].replace(': ', '; ', 1)}"
     return f"unknown {kind}s: " + "; ".join(listed)
+
+
+def hints_for_unknown(names: Iterable[str], known: set[str]) -> list[str]:
+    """Return a line for each of the unknown flags or keys: its name, and what to write instead."""
+    hints = {name: _hint(name, known) for name in names}
+    return [f"{name}: {hint}" if hint else name for name, hint in hints.items()]
+
+
+def translated(arguments: list[str], known: set[str]) -> list[str] | None:
+    """Return a command line in which the flags of other libraries are replaced, or removed if they
+    are not needed. None: an unknown flag has no equivalent, or its value has another meaning.
+
+    known: flags of the program.
+    """
+    groups: list[list[str]] = [[]]  # a flag and its values
+    for argument in arguments:
+        if argument.startswith("--"):
+            flag, equals, value = argument.partition("=")
+            groups.append([flag, value] if equals else [flag])
+        else:
+            groups[-1].append(argument)
+    words, *groups = groups
+    for flag, *values in groups:
+        dashed = "--" + _plain(flag)
+        if {dashed, dashed.replace("--no-", "--", 1)} & known:
+            words += [flag, *values]
+        elif _plain(flag) not in REASONS:
+            equivalent = KNOWN.get(_plain(flag), "")
+            # A flag, or a flag with its value. FILE is a placeholder.
+            if not re.fullmatch(r"--[a-z-]+( [a-z0-9]+| False)?", equivalent):
+                return None
+            if " " in equivalent and values not in ([], ["True"], ["true"]):
+                return None
+            words += [*equivalent.split(), *values] if " " not in equivalent else equivalent.split()
+    return words
 
 
 def _hint(name: str, known: set[str]) -> str:

@@ -24,8 +24,9 @@ from typing import (
 import tyro
 from tyro.conf import Positional
 
-from megazoo.cli.commands import program_name
-from megazoo.cli.elsewhere import about_unknown
+from megazoo.cli.commands import command_line, program_name
+from megazoo.cli.elsewhere import about_unknown, hints_for_unknown, translated
+from megazoo.environment import world_size
 from megazoo.errors import UserError, nearest
 from megazoo.files import brief, convert
 
@@ -74,7 +75,7 @@ def parse_flags(kind: type, arguments: list[str], description: str, settings: di
     """
     first = getattr(kind, "FIRST", ())
     helps = ["--help", "--help-all"] if first else ["--help"]
-    _check_names(arguments, {flag_of(name) for name in settings_of(kind)}, helps)
+    _check_names(arguments, kind, helps)
     _check_words(arguments, kinds_of(kind))
     topics, asked = "", {*helps, "-h"} & set(arguments)
     if asked:
@@ -343,13 +344,35 @@ def choices_of(kind) -> tuple:
     return sum(map(choices_of, get_args(kind)), ())
 
 
-def _check_names(arguments: list[str], flags: set[str], helps: list[str]) -> None:
+def _check_names(arguments: list[str], kind: type, helps: list[str]) -> None:
     """Raise UserError for unknown flags. helps: flags that print help, the longest text last."""
     given = [flag_of(argument) for argument in arguments if argument.startswith("--")]
-    known = flags | {*helps}
+    known = {flag_of(name) for name in settings_of(kind)} | {*helps}
     unknown = [each for each in given if not {each, each.replace("--no-", "--", 1)} & known]
-    if unknown:
+    unknown = list(dict.fromkeys(unknown))
+    if len(unknown) == 1:
         raise UserError(f"{about_unknown('flag', unknown, known)} ({helps[-1]} lists all)")
+    if unknown:
+        raise UserError(
+            f"{len(unknown)} unknown flags ({helps[-1]} lists all)",
+            details=[*hints_for_unknown(unknown, known), *_finished(arguments, kind, known)],
+        )
+
+
+def _finished(arguments: list[str], kind: type, known: set[str]) -> list[str]:
+    """Return lines with the command of a training run in which the flags of other libraries are
+    replaced; none if it would not be valid."""
+    words = translated(arguments, known)
+    if words is None or "--steps" not in known or {"--help", "--help-all", "-h"} & {*words}:
+        return []
+    try:
+        options = parse_flags(kind, words, "")
+    except UserError:
+        return []
+    lines = [f"use: {command_line(words)}"]
+    if world_size() > 1 or options.parallel.tp * options.parallel.pp > 1:
+        lines.append("On one machine, this command starts its ranks itself, without torchrun.")
+    return lines
 
 
 def _in_our_words(message: str, kinds: dict) -> str:

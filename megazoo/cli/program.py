@@ -70,7 +70,8 @@ def _print_plainly() -> None:
 
 @_alone_if_it_fails()
 def run_program(main: Callable[[list[str]], None]) -> None:
-    """Run main(arguments), print an error in one line on stderr, and set the exit code.
+    """Run main(arguments), print an error in one line on stderr, and set the exit code. The details
+    of a UserError follow in further lines.
 
     The exit code is that of a UserError, otherwise 1. For a bug, the traceback is also printed. If
     all ranks find an error, rank 0 prints it. The others wait, and the launcher ends them.
@@ -86,7 +87,7 @@ def run_program(main: Callable[[list[str]], None]) -> None:
             raise
         sys.stdout.flush()
     except UserError as error:
-        _end(str(error), error.exit_code)
+        _end(str(error), error.exit_code, error.details)
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
@@ -106,13 +107,14 @@ def run_program(main: Callable[[list[str]], None]) -> None:
         sys.exit(1)
 
 
-def _end(line: str, exit_code: int = 1) -> NoReturn:
-    """Print an error and exit. Ranks above 0 wait for REPORT_DELAY first."""
+def _end(line: str, exit_code: int = 1, details: tuple[str, ...] = ()) -> NoReturn:
+    """Print an error, with its details below it, and exit. Ranks above 0 wait for REPORT_DELAY
+    first."""
     rank = os.environ.get("RANK", "")  # not validated: it may be the error
     if rank.isdecimal() and rank.strip("0"):
         time.sleep(REPORT_DELAY)
     line = " ".join(line.split())
-    print_error(f"{program_name()}: error: {line}")
+    print_error("\n  ".join([f"{program_name()}: error: {line}", *details]))
     sys.exit(exit_code)
 
 

@@ -57,6 +57,7 @@ FOREIGN = {
     "--find-links",
     "--local-dir",
     "--train-iters",
+    "--tensor-model-parallel-size",
     "--use-flash-attn",
     "--nodes",
     "--time",

@@ -13,6 +13,7 @@ import megazoo
 from megazoo import pretrain
 from megazoo.checkpoint import Checkpoint
 from megazoo.programs import preprocess_data
+from tests.support.inference import run_main
 from tests.support.programs import python
 
 ROOT = Path(__file__).parents[2]
@@ -66,6 +67,31 @@ def test_the_training_program_starts_by_the_older_launcher(tmp_path):
     told = start(tmp_path, *launcher, ROOT / "pretrain_gpt.py", *job.split())
     assert "tp 2 x pp 1 x dp 1" in told
     assert "step 1/1" in told
+
+
+def test_an_error_ends_with_the_command_that_runs(monkeypatch, capsys):
+    """Only the first line has the name of the program. The note on torchrun needs several ranks."""
+    theirs = "--train-iters 5 --use-flash-attn --dtype bfloat16"
+    for more, ours in (
+        ("--tensor-model-parallel-size 2", "--tp 2"),
+        ("--num-layers 2", "--layers 2"),
+    ):
+        code, out, error = run_main(pretrain, monkeypatch, capsys, *theirs.split(), *more.split())
+        first, *hints, last = error.splitlines()
+        assert (code, out) == (2, "")
+        assert first.endswith("error: 3 unknown flags (--help-all lists all)")
+        note = "  On one machine, this command starts its ranks itself, without torchrun."
+        if "tp" in ours:
+            assert last == note
+            last = hints.pop()
+        assert note not in error.splitlines() or "tp" in ours
+        assert last.startswith("  use: ")
+        assert last.endswith(f" --steps 5 --dtype bfloat16 {ours}")
+        assert [hint.split(":")[0].strip() for hint in hints] == [
+            "--train-iters",
+            "--use-flash-attn",
+            more.split()[0],
+        ]
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from megazoo import UserError
-from megazoo.cli.elsewhere import KNOWN, MEGATRON, REASONS, TORCHTITAN, TRAINER
+from megazoo.cli.elsewhere import KNOWN, MEGATRON, OTHER, REASONS, TORCHTITAN, TRAINER
 from megazoo.cli.flags import flag_of, parse_flags, settings_of
 from megazoo.cli.options import ConversionOptions, Options
 from megazoo.cli.parsing import CommandLine
@@ -15,7 +15,7 @@ FLAGS = {flag_of(name) for name in settings_of(Options)}
 
 
 def test_every_flag_of_another_trainer_names_one_of_ours():
-    assert len(KNOWN) == len(MEGATRON) + len(TRAINER) + len(TORCHTITAN) >= 40
+    assert len(KNOWN) == sum(map(len, (MEGATRON, TRAINER, TORCHTITAN, OTHER))) >= 40
     for theirs, ours in KNOWN.items():
         assert flag_of(theirs) not in FLAGS, theirs
         words = ours.split()
@@ -41,16 +41,54 @@ def test_all_unknown_flags_of_a_line_are_named_at_once(tmp_path):
     line = "--tensor-model-parallel-size 2 --swiglu --hiden-size 64 --xqzw --train_iters=5 --tp 2"
     with pytest.raises(UserError) as error:
         parse_flags(Options, line.split(), "")
-    start, *hints, end = str(error.value).split("; ")
-    assert start == "unknown flags: --tensor-model-parallel-size: write --tp instead"
-    assert hints[0].startswith("--swiglu: omit it: --model or --preset")
-    assert hints[1:] == ["--hiden-size: did you mean --hidden-size?", "--xqzw"]
-    assert end == "--train-iters: write --steps instead (--help-all lists all)"
+    assert str(error.value) == "5 unknown flags (--help-all lists all)"
+    first, needless, *others = error.value.details
+    assert first == "--tensor-model-parallel-size: write --tp instead"
+    assert needless.startswith("--swiglu: omit it: --model or --preset")
+    assert others == [
+        "--hiden-size: did you mean --hidden-size?",
+        "--xqzw",
+        "--train-iters: write --steps instead",
+    ]
     (tmp_path / "run.toml").write_text("train_iters = 5\nhiden_size = 4\n")
     with pytest.raises(
         UserError, match=r"run\.toml: unknown keys: train_iters: write .*; hiden_size"
     ):
         CommandLine.read(["--config", f"{tmp_path}/run.toml"], "")
+
+
+@pytest.mark.parametrize(
+    ("words", "use"),
+    [
+        ("--train_iters=5 --no-rope-fusion --lr 1e-3", "--steps 5 --lr 1e-3"),
+        ("--num-layers 2 --bf16 True --attention-backend flash", "--layers 2 --dtype bfloat16"),
+        ("--data-path 0.5 a 0.5 b --finetune", "--data 0.5 a 0.5 b --load-weights-only"),
+        ("--train-iters 5 --use-flash-attn --fsdp full_shard", None),  # no direct equivalent
+        ("--train-iters 5 --use-flash-attn --hiden-size 4", None),
+        ("--train-iters 5 --bf16 False", None),
+        ("--train-iters 5 --optim adamw_torch", None),  # not a value of --optimizer
+        ("--train-iters 5 --log-params-norm", None),  # needs a file
+    ],
+)
+def test_the_error_has_the_command_if_every_flag_is_translated(words, use):
+    with pytest.raises(UserError) as error:
+        parse_flags(Options, words.split(), "")
+    last = error.value.details[-1]
+    if use is None:
+        assert not last.startswith("use: ")
+    else:
+        assert last.startswith("use: ")
+        assert last.endswith(f" {use}")
+
+
+def test_flags_of_frameworks_without_an_equivalent_are_explained():
+    for flag, hint in {
+        "--ranks": "write --dp (replicas; the number of ranks is tp x pp x cp x dp) instead",
+        "--fsdp": "write --zero 1 (it shards the optimizer state; sharded parameters are not ",
+    }.items():
+        with pytest.raises(UserError) as error:
+            parse_flags(Options, [flag, "4"], "")
+        assert str(error.value).startswith(f"unknown flag {flag}; {hint}")
 
 
 def test_a_program_suggests_only_what_it_has():
