@@ -322,12 +322,12 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_the_readme_and_the_index_link_to_every_page():
+def test_the_index_links_to_every_page():
     readme = (ROOT / "README.md").read_text()
-    assert [page.name for page in PAGES if f"](docs/{page.name})" not in readme] == []
+    assert "](docs/index.md)" in readme
     links = re.findall(r"\]\((\w+\.md)\)", (ROOT / "docs" / "index.md").read_text())
     assert sorted(links) == sorted(page.name for page in PAGES if page.stem != "index")
-    assert len(readme.splitlines()) <= 150, "the README is short"
+    assert len(readme.splitlines()) <= 120, "the README is short"
 
 
 def test_the_page_of_new_models_shows_all_of_qwen3():
