@@ -75,6 +75,12 @@ COMMANDS = (
         "List families, presets, sizes and Hugging Face names.",
     ),
     Command(
+        "recipes",
+        "megazoo.programs.recipes",
+        "",
+        "List ready configuration files for pretrain --config, or copy one.",
+    ),
+    Command(
         "completion",
         "megazoo.programs.completion",
         "",
