@@ -112,7 +112,7 @@ def test_nothing_is_said_by_other_ranks_nor_where_cuda_is_not_wanted(machine, re
 
 def run_with(arguments: str, resuming: bool = False, settings: dict | None = None) -> Run:
     options = CommandLine.read(arguments.split()).options(settings)
-    return Run([], options, NO_WEIGHTS, resuming, {}, None, set(), None, [], None, None)
+    return Run([], options, NO_WEIGHTS, resuming, {}, None, set(), None, [], set(), None, None)
 
 
 IN_BF16, IN_FP16 = ("bfloat16", ", in bfloat16"), ("float16", ", in float16")
