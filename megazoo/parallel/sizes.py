@@ -1,6 +1,9 @@
 """Checks of the sizes of a layout, and of how they fit the number of ranks."""
 
+import os
 import re
+import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from numbers import Integral
@@ -61,9 +64,18 @@ def data_parallel_size_for(world: int, tp: int, pp: int, dp: int | None = None, 
         asked, enough = product_of(tp, pp, dp, cp), ranks_that_fit(world, tp, pp, dp, cp)
         raise UserError(
             f"{world} ranks were started, but {asked} needs "
-            f"{multiple}{replica * (dp or 1)}: start {enough}"
+            f"{multiple}{replica * (dp or 1)}: start {enough}{_with_torchrun(enough)}"
         )
     return world // replica
+
+
+def _with_torchrun(ranks: int) -> str:
+    """Return how to start ranks of the running Python script, or of code without a script."""
+    command = f"torchrun --nproc-per-node {ranks}"
+    in_notebook = "ipykernel" in sys.modules
+    if not in_notebook and os.path.isfile(sys.argv[0]):
+        return f" with {command} {shlex.join(sys.argv)}"
+    return f" with the code in a file: {command} FILE.py"
 
 
 def ranks_that_fit(world: int, tp: int, pp: int, dp: int | None = None, cp: int = 1) -> int:

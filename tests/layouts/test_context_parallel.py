@@ -534,13 +534,17 @@ def test_calls_are_refused_in_one_line(ranks):
             assert line.startswith(WORDS[kind]), kind
 
 
-def test_contexts_that_cannot_be_are_refused():
+def test_contexts_that_cannot_be_are_refused(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    monkeypatch.setattr("sys.argv", ["train.py", "--lr", "1"])
     for make, error in [
         (lambda: ParallelContext.virtual(cp=2, cp_method="ring"), "unknown cp-method 'ring'"),
         (lambda: ParallelContext.virtual(cp=2, rank=2), "rank 2 is not in a world of tp 1 x pp 1"),
         (
             lambda: ParallelContext.from_torch(context_parallel_size=2),
-            "1 ranks were started, but tp 1 x pp 1 x cp 2 needs a multiple of 2: start 2",
+            "1 ranks were started, but tp 1 x pp 1 x cp 2 needs a multiple of 2: start 2 with "
+            "torchrun --nproc-per-node 2 train.py --lr 1",
         ),
         (
             lambda: ParallelContext.from_torch(context_parallel_size=2.0),
@@ -548,6 +552,9 @@ def test_contexts_that_cannot_be_are_refused():
         ),
     ]:
         assert refused(make).startswith(error), error
+    monkeypatch.setattr("sys.argv", ["-c"])
+    line = refused(lambda: ParallelContext.from_torch(context_parallel_size=2))
+    assert line.endswith("start 2 with the code in a file: torchrun --nproc-per-node 2 FILE.py")
 
 
 def test_ulysses_needs_a_head_for_each_rank():
