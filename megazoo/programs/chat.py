@@ -4,10 +4,10 @@ $ megazoo chat HuggingFaceTB/SmolLM2-135M-Instruct
 $ megazoo chat runs/a --tp 2 --system "Be brief." --temperature 0.7
 
 Each input line is one message. Answers are printed token by token. The chat template of the model
-formats the conversation. /reset starts a new conversation; /exit or the end of input ends the
-program. Ctrl-C stops the current answer, or the program if there is none. Only answers go to
-stdout. Decoding is greedy, unless generation_config.json of the model samples; with --temperature,
---top-k or --top-p, tokens are sampled.
+formats the conversation. /reset starts a new conversation; /help lists the commands; /exit or the
+end of input ends the program. Ctrl-C stops the current answer, or the program if there is none.
+Only answers go to stdout. Decoding is greedy, unless generation_config.json of the model samples;
+with --temperature, --top-k or --top-p, tokens are sampled.
 """
 
 import signal
@@ -31,7 +31,11 @@ from megazoo.parallel.collectives import all_gather_objects, all_reduce
 from megazoo.terminal import note_rank_0
 from megazoo.tokenizer.chat import ANSWERS
 
-RESET, EXIT = "/reset", "/exit"
+RESET, EXIT, HELP = "/reset", "/exit", "/help"
+COMMANDS = (
+    f"{RESET} starts a new conversation, {HELP} prints this line, {EXIT} or Ctrl-D ends the chat, "
+    "Ctrl-C stops an answer"
+)
 
 
 @dataclass
@@ -105,6 +109,9 @@ class Chat:
 
 def main(arguments: list[str]) -> None:
     options = parse_flags(Options, arguments, __doc__)
+    in_terminal = sys.stdin.isatty()
+    if in_terminal and options.source:
+        note_rank_0(f"loading {options.source} ...")
     model, tokenizer = load_for_inference(options, keep_on_interrupt=True)
     template = template_of(options.chat_template, tokenizer)
     template = template or only_template(tokenizer, "conversations")
@@ -121,6 +128,8 @@ def main(arguments: list[str]) -> None:
         return bool(came)
 
     chat = Chat(model, tokenizer, settings, options.system, halt)
+    if in_terminal:
+        note_rank_0(COMMANDS)
     converse(chat, interrupts)
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -142,6 +151,8 @@ def converse(chat: Chat, interrupts: Interrupts) -> None:
         try:
             if text == RESET:
                 chat.reset()
+            elif text == HELP:
+                note_rank_0(COMMANDS)
             elif text:
                 chat.answer(text)
         except UserError as error:

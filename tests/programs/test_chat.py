@@ -76,15 +76,17 @@ def test_a_model_without_a_template_needs_one(directory, monkeypatch, capsys):
 
 
 def test_each_answer_is_transformers_after_all_that_was_said(directory, monkeypatch, capsys):
-    questions = ["Hi", "Who are you?"]
+    questions = ["/etc", "Who are you?"]  # not a command of the chat
     first, second = expected(directory, questions, 12, "Be brief.")
     (again,) = expected(directory, questions[1:], 12, "Be brief.")
     assert second != again
-    typed = "Hi\n\nWho are you?\n/reset\nWho are you?\n/exit\nHi\n"
+    typed = "/etc\n\n/help\nWho are you?\n/reset\nWho are you?\n/exit\nHi\n"
     words = [directory, "--system", "Be brief.", "--max-new-tokens", 12, "--device", "cpu"]
     code, out, error = run_main(chat, monkeypatch, capsys, *words, typed=typed)
     assert code == 0, error
     assert out == "".join(f"{answer}\n" for answer in (first, second, again))
+    assert error.count("/reset starts a new conversation") == 1  # from /help
+    assert "loading" not in error
 
 
 def test_generate_ends_answers_to_messages_where_chat_does(
@@ -162,7 +164,9 @@ def test_ctrl_c_ends_an_answer_in_a_terminal(directory, layout):
     )
     try:
         os.close(theirs)
-        read_until(ours, b"> ")
+        start = read_until(ours, b"\r\n> ")
+        assert start.startswith(b"loading ")
+        assert b"/exit or Ctrl-D ends the chat" in start
         for _ in range(2):
             os.write(ours, b"Hi\n")
             read_until(ours, b"Hi\r\n")
