@@ -183,6 +183,8 @@ class Recorder:
         for key in ("wandb_run", "trackio_run"):
             if run := self.metrics.runs.get(key) or self.run.state.get(key):
                 trainer[key] = run
+        if file := self.run.options.model.import_:
+            trainer["import"] = str(file)  # for information: no program imports it
         trainer["settings"] = settings_to_resume(self.run.options)
         may_fail = keep.on_save_error == "continue" and not self.run.is_last(step)
         self.saver.save(step, trainer, may_fail=may_fail)

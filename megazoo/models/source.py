@@ -97,7 +97,13 @@ class SavedSource(ModelSource, Checkpoint):
     def __init__(self, path: str | Path, *, verify: bool = True):
         super().__init__(path, verify=verify)
         self._check_kind()
-        family_named(self.family)
+        try:
+            family_named(self.family)
+        except UserError as error:
+            file = self.trainer.get("import")
+            known = isinstance(file, str) and len(file) < 4096
+            used = f"; the run that saved {path} used --import {ascii(file)[1:-1]}" if known else ""
+            raise UserError(f"{error}{used}") from None
         try:
             self.config = config_from_dict(self.family, self.values)
             self._check_config()

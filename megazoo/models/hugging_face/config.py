@@ -60,6 +60,12 @@ CLASSES = r"(ForCausalLM|LMHeadModel|ForSequenceClassification|Model)"
 CLASSIFIER = "ForSequenceClassification"
 
 
+def class_name(model_type: str) -> str:
+    """Return the start of the names of the transformers classes for a model_type: Qwen3Moe for
+    qwen3_moe."""
+    return "".join(word.capitalize() for word in model_type.removesuffix("_text").split("_"))
+
+
 def head_to_hugging_face(config: Any, language_model: str) -> dict[str, Any]:
     """Return the fields that name the architecture: a language model, or a classifier with its
     labels."""

@@ -1,6 +1,7 @@
 """Convert any source of named tensors to a Hugging Face directory, one tensor at a time."""
 
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from megazoo.checkpoint.writing import (
 )
 from megazoo.errors import UserError
 from megazoo.files import in_threads
+from megazoo.models.hugging_face.config import CLASSES, class_name
 from megazoo.models.hugging_face.directory import TOKEN_IDS
 from megazoo.models.hugging_face.names import Run, check_names, hf_names
 from megazoo.models.registry import FAMILIES, families_by_model_type, family_of
@@ -86,7 +88,22 @@ def hugging_face_config(config: Any) -> dict:
             f"which transformers would load as {values['architectures'][0]}: let to_hugging_face "
             "write the model_type of HUGGING_FACE, as in docs/new_model.md, or use shards"
         )
-    return values
+    return values | _own_class(values, config)
+
+
+def _own_class(values: dict, config: Any) -> dict:
+    """Return `architectures` with the name of a custom family, if its config inherited the class of
+    another family: a reader that selects by class would build that one."""
+    (architecture,) = values["architectures"]
+    head = re.search(f"{CLASSES}$", architecture)
+    for base in type(config).__mro__[1:]:
+        other = next((model for model in FAMILIES.values() if model.Config is base), None)
+        if other is None or head is None:
+            continue
+        theirs = other.presets[f"{other.family}-tiny"].to_hugging_face()["architectures"][0]
+        if re.sub(f"{CLASSES}$", "", theirs) == architecture.removesuffix(head[0]):
+            return {"architectures": [f"{class_name(values['model_type'])}{head[0]}"]}
+    return {}
 
 
 def parse_size(text: str | int) -> int:

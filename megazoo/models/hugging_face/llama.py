@@ -6,7 +6,7 @@ from typing import Any
 
 from megazoo.errors import UserError
 from megazoo.layers.rotary import options_of
-from megazoo.models.hugging_face.config import ConfigReader, head_to_hugging_face
+from megazoo.models.hugging_face.config import ConfigReader, class_name, head_to_hugging_face
 from megazoo.models.hugging_face.names import HFFiles, HFNames
 from megazoo.models.hugging_face.windows import FULL, WINDOW
 
@@ -140,7 +140,5 @@ def write_config(config: Any, model_type: str) -> dict[str, Any]:
     values["rms_norm_eps"] = float(config.norm_epsilon)
     scaling = config.rope_scaling or {}
     rope = {"rope_type": "default", **scaling, "rope_theta": config.rope_theta}
-    words = model_type.removesuffix("_text").split("_")
-    family = "".join(word.capitalize() for word in words)
-    head = head_to_hugging_face(config, f"{family}ForCausalLM")
+    head = head_to_hugging_face(config, f"{class_name(model_type)}ForCausalLM")
     return {**head, "model_type": model_type, **values, "rope_parameters": rope}

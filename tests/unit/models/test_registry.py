@@ -2,7 +2,7 @@
 
 import math
 import sys
-from dataclasses import asdict, dataclass, fields, make_dataclass
+from dataclasses import asdict, dataclass, fields, make_dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -22,6 +22,8 @@ from megazoo.layers import MLP
 from megazoo.models import Model
 from megazoo.models.counts import flops_per_token
 from megazoo.models.gpt2 import GPT2, GPT2Config
+from megazoo.models.hugging_face.export import hugging_face_config
+from megazoo.models.qwen3 import Qwen3, Qwen3Config
 from megazoo.models.registry import FAMILIES, find_config, tiny_preset
 from megazoo.models.source import SavedModel
 from megazoo.parallel import ParallelContext, ParameterSpec, ShardedModule
@@ -85,7 +87,8 @@ def test_a_registered_model_trains_saves_and_resumes_from_the_command_line(
     capsys.readouterr()
     for arguments, message in {
         f"--load {saved}": f"unknown model family 'louder'; supported: {', '.join(FAMILIES)}, "
-        "and those that --import FILE registers",
+        "and those that --import FILE registers; the run that saved "
+        f"{saved / 'step_00000003'} used --import {file}",
         "--import nothing.py": "--import nothing.py: no such file",
     }.items():
         monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *arguments.split()])
@@ -93,6 +96,29 @@ def test_a_registered_model_trains_saves_and_resumes_from_the_command_line(
             run_program(pretrain.main)
         assert stop.value.code == 2
         assert capsys.readouterr().err == f"pretrain_gpt.py: error: {message}\n"
+
+
+def test_an_export_names_the_class_of_the_custom_family():
+    """Not the class of the family that its config inherits from."""
+
+    @dataclass(frozen=True)
+    class ParConfig(Qwen3Config):
+        def to_hugging_face(self):
+            return super().to_hugging_face() | {"model_type": "par_block"}
+
+    config = ParConfig(257, 256, 32, 2, 4, 2, 16, 64)
+
+    @register("par_block")
+    class Par(Qwen3):
+        Config, presets = ParConfig, {"par_block-tiny": config}
+
+    values = hugging_face_config(config)
+    assert values["architectures"] == ["ParBlockForCausalLM"]
+    assert find_config(values) == config
+    values = hugging_face_config(replace(config, num_labels=2))
+    assert values["architectures"] == ["ParBlockForSequenceClassification"]
+    plain = hugging_face_config(find_config("qwen3-tiny"))
+    assert plain["architectures"] == ["Qwen3ForCausalLM"]
 
 
 def test_a_taken_name_is_refused():
