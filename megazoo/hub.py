@@ -52,7 +52,14 @@ def local_directory(where: str | Path, *, tokenizer_alone: bool = False) -> Path
     found = NAME.fullmatch(str(where))
     if found is None or os.path.lexists(where):
         return Path(where)
-    return _fetched(found["name"], found["revision"] or "main", tokenizer_alone)
+    try:
+        return _fetched(found["name"], found["revision"] or "main", tokenizer_alone)
+    except UserError as error:
+        folder = Path(where).parent  # a path, rather than the name of an organisation
+        if not folder.is_dir() and folder.name != "runs":
+            raise
+        line = f"the directory {where} does not exist; as a name on the Hugging Face hub: {error}"
+        raise UserError(line, error.exit_code) from error
 
 
 def name_of(directory: str | Path) -> str | None:

@@ -95,7 +95,7 @@ def check_sizes(config: Any, tp: int, pp: int, virtual: int = 1) -> None:
     """Raise UserError if a model of this config can't be sharded over tp x pp ranks with `virtual`
     stages per rank; the error lists allowed sizes."""
     _check_one_by_one(config)
-    _check_tensor_parallel(config, tp)
+    _check_tensor_parallel(config, tp, pp)
     if config.layers < pp:
         raise UserError(
             f"layers {config.layers} are too few for pp {pp} stages: use pp of at most "
@@ -149,7 +149,7 @@ def _check_rates(config: Any) -> None:
             raise UserError(f"{name} {value} must be 0 or more")
 
 
-def _check_tensor_parallel(config: Any, tp: int) -> None:
+def _check_tensor_parallel(config: Any, tp: int, pp: int) -> None:
     """Raise UserError if the heads, or the inner features of the MLPs, can't be sharded over tp."""
     heads, kv_heads = config.heads, config.kv_heads or config.heads
     fits = [n for n in range(1, min(heads, config.ffn_size) + 1) if _heads_fit(heads, kv_heads, n)]
@@ -161,7 +161,8 @@ def _check_tensor_parallel(config: Any, tp: int) -> None:
         reason = f"heads {heads} with kv-heads {kv_heads}"
     else:
         reason = f"heads {heads}"
-    raise UserError(f"{reason} can't be sharded over tp {tp}: use tp {any_of(fits)}")
+    pipeline = f", or use --pp {tp}" if pp == 1 and config.layers >= tp else ""
+    raise UserError(f"{reason} can't be sharded over tp {tp}: use tp {any_of(fits)}{pipeline}")
 
 
 def _heads_fit(heads: int, kv_heads: int, tp: int) -> bool:

@@ -32,6 +32,7 @@ from megazoo.models.hugging_face.directory import HuggingFaceDirectory
 from megazoo.models.hugging_face.export import hugging_face_config, parse_size, write_model
 from megazoo.models.megatron.source import MegatronCheckpoint, is_megatron
 from megazoo.models.outputs import CLASSIFIER_HEAD
+from megazoo.models.published import PUBLISHED, Published
 from megazoo.models.registry import GIVE_A_DIRECTORY, family_of, presets
 from megazoo.models.source import HoldsAdapters, ModelSource, SavedModel
 from megazoo.parallel.context import ParallelContext, current_context
@@ -76,8 +77,10 @@ def open_source(path: str | Path, *, verify: bool = True) -> ModelSource:
             ) from None
         if found := what_is(path):
             raise UserError(f"{path} {found}") from None
+        published = PUBLISHED.get(str(path), Published(None)).hub
+        hint = f"; on the Hugging Face hub it is {published}" if published else ""
         raise UserError(
-            f"{error}, nor {CONFIG}" if path.is_dir() else f"{path} is not a directory"
+            f"{error}, nor {CONFIG}" if path.is_dir() else f"{path} is not a directory{hint}"
         ) from None
     return SavedModel(step, verify=verify)
 

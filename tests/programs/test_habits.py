@@ -17,6 +17,7 @@ from megazoo.cli.run_record import BESIDE
 from megazoo.cli.settings import resolve
 from megazoo.errors import UserError
 from megazoo.generate import GenerationSettings
+from megazoo.models.pretrained import open_source
 from tests.support.harness_files import tokenizer_of
 from tests.support.pretraining import SMALL, close, losses
 
@@ -121,6 +122,16 @@ def test_arguments_of_transformers_when_loading(saved):
         megazoo.from_pretrained(saved, nothing=1)
     with pytest.raises(UserError, match=r"^a/b is not a directory, and no model of that name"):
         megazoo.from_pretrained("a/b", revision="v1")
+
+
+def test_a_missing_path_and_a_name_without_its_organisation(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    for path in ("runs/nope", "models/nope"):
+        with pytest.raises(UserError, match=f"^the directory {path} does not exist; as a name on"):
+            megazoo.from_pretrained(path)
+    with pytest.raises(UserError, match=r"on the Hugging Face hub it is openai-community/gpt2$"):
+        open_source("gpt2")
 
 
 def test_arguments_of_transformers_in_a_call(saved):

@@ -390,7 +390,7 @@ def test_the_command_for_several_nodes_is_that_of_each_node(capsys):
 
 def test_mistakes_are_told_in_one_line(capsys, monkeypatch):
     for arguments, message in {
-        "--tp 3": "heads 4 can't be sharded over tp 3: use tp 1, 2 or 4",
+        "--tp 3": "heads 4 can't be sharded over tp 3: use tp 1, 2 or 4, or use --pp 3",
         "--dp 0": "--dp 0 must be at least 1",
         "--tp 100000": "--tp 100000 must be at most 65,536",
         "--recompute-interval 0": "--recompute-interval 0 must be at least 1",
