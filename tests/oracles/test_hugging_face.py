@@ -285,7 +285,7 @@ def test_tools_tell_mistakes_in_one_line(tmp_path, monkeypatch, capsys):
         (convert, (hf,), "the argument OUTPUT is required (see --help)"),
         (convert, (hf, full), f"{full} is not empty: choose another, or pass --overwrite"),
         (convert, (hf, out, "--tp", 3),
-         "heads 4 with kv-heads 2 can't be sharded over tp 3: use tp 1, 2 or 4"),
+         "heads 4 with kv-heads 2 can't be sharded over tp 3: use tp 1, 2 or 4, or use --pp 3"),
         (convert, (none, out), f"{none} is not a directory"),
         (merge_shards, (full, out),
          f"{full} is not a checkpoint: it has neither latest nor megazoo.json, nor config.json"),
