@@ -71,22 +71,22 @@ def test_the_training_program_starts_by_the_older_launcher(tmp_path):
 
 def test_an_error_ends_with_the_command_that_runs(monkeypatch, capsys):
     """Only the first line has the name of the program. The note on torchrun needs several ranks."""
-    theirs = "--train-iters 5 --use-flash-attn --dtype bfloat16"
-    for more, ours in (
+    foreign = "--train-iters 5 --use-flash-attn --dtype bfloat16"
+    for more, equivalent in (
         ("--tensor-model-parallel-size 2", "--tp 2"),
         ("--num-layers 2", "--layers 2"),
     ):
-        code, out, error = run_main(pretrain, monkeypatch, capsys, *theirs.split(), *more.split())
+        code, out, error = run_main(pretrain, monkeypatch, capsys, *foreign.split(), *more.split())
         first, *hints, last = error.splitlines()
         assert (code, out) == (2, "")
         assert first.endswith("error: 3 unknown flags (--help-all lists all)")
         note = "  On one machine, this command starts its ranks itself, without torchrun."
-        if "tp" in ours:
+        if "tp" in equivalent:
             assert last == note
             last = hints.pop()
-        assert note not in error.splitlines() or "tp" in ours
+        assert note not in error.splitlines() or "tp" in equivalent
         assert last.startswith("  use: ")
-        assert last.endswith(f" --steps 5 --dtype bfloat16 {ours}")
+        assert last.endswith(f" --steps 5 --dtype bfloat16 {equivalent}")
         assert [hint.split(":")[0].strip() for hint in hints] == [
             "--train-iters",
             "--use-flash-attn",

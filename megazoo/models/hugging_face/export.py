@@ -100,8 +100,8 @@ def _own_class(values: dict, config: Any) -> dict:
         other = next((model for model in FAMILIES.values() if model.Config is base), None)
         if other is None or head is None:
             continue
-        theirs = other.presets[f"{other.family}-tiny"].to_hugging_face()["architectures"][0]
-        if re.sub(f"{CLASSES}$", "", theirs) == architecture.removesuffix(head[0]):
+        inherited = other.presets[f"{other.family}-tiny"].to_hugging_face()["architectures"][0]
+        if re.sub(f"{CLASSES}$", "", inherited) == architecture.removesuffix(head[0]):
             return {"architectures": [f"{class_name(values['model_type'])}{head[0]}"]}
     return {}
 
