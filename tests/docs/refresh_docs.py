@@ -1,7 +1,8 @@
 """Write into the pages what they take from the code: the table of flags in docs/options.md, of
 commands in docs/command.md, of families and presets in docs/models.md, and the file of Qwen3 in
-docs/new_model.md; with --self-test, which takes a minute, also the gallery of
-mistakes in docs/proof.md.
+docs/new_model.md; with --self-test, which takes some minutes, also the gallery of
+mistakes in docs/planted_bugs.md; with --notebook, which takes a minute, also the outputs of
+docs/first_model.ipynb.
 
 $ python -m tests.docs.refresh_docs
 
@@ -12,9 +13,12 @@ import ast
 import re
 import subprocess
 import sys
+import tempfile
 from dataclasses import MISSING, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
+
+import nbformat
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
@@ -26,12 +30,13 @@ from megazoo.layers.rotary import SCALINGS  # noqa: E402
 from megazoo.models.gguf.architecture import ARCHITECTURES  # noqa: E402
 from megazoo.models.registry import FAMILIES, config_from_hugging_face  # noqa: E402
 from megazoo.programs import models  # noqa: E402
+from tests.support.notebook import NOTEBOOK, executed  # noqa: E402
 
 OPTIONS = ROOT / "docs" / "options.md"
 NEW_MODEL = ROOT / "docs" / "new_model.md"
 QWEN3 = ROOT / "megazoo" / "models" / "qwen3.py"
 BLOCK_OF_QWEN3 = re.compile(r'(?<=^```python\n)"""Qwen3.*?(?=^```$)', re.DOTALL | re.MULTILINE)
-PROOF = ROOT / "docs" / "proof.md"
+PLANTED = ROOT / "docs" / "planted_bugs.md"
 GALLERY = "<!-- gallery: from tools/check_parallel.py --self-test -->\n"
 END_OF_GALLERY = "<!-- end of gallery -->\n"
 BEGIN, END = "<!-- flags: from megazoo/cli/options.py -->\n", "<!-- end of flags -->\n"
@@ -208,18 +213,24 @@ def refreshed(page: Path) -> str:
 
 
 def gallery_rows() -> list[str]:
-    """Return the lines of the gallery in docs/proof.md, without the table's head."""
-    table = PROOF.read_text().partition(GALLERY)[2].partition(END_OF_GALLERY)[0]
+    """Return the lines of the gallery in docs/planted_bugs.md, without the table's head."""
+    table = PLANTED.read_text().partition(GALLERY)[2].partition(END_OF_GALLERY)[0]
     return table.strip().splitlines()[2:]
 
 
 def write_gallery() -> None:
-    """Run the self-test of check_parallel.py, and put its table into docs/proof.md."""
+    """Run the self-test of check_parallel.py, and put its table into docs/planted_bugs.md."""
     command = [sys.executable, ROOT / "tools" / "check_parallel.py", "--self-test"]
     table = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    before, _, rest = PROOF.read_text().partition(GALLERY)
+    before, _, rest = PLANTED.read_text().partition(GALLERY)
     after = rest.partition(END_OF_GALLERY)[2]
-    PROOF.write_text(f"{before}{GALLERY}\n{table}\n{END_OF_GALLERY}{after}")
+    PLANTED.write_text(f"{before}{GALLERY}\n{table}\n{END_OF_GALLERY}{after}")
+
+
+def write_notebook() -> None:
+    """Run the notebook, and put the outputs of its cells into it."""
+    with tempfile.TemporaryDirectory() as directory:
+        nbformat.write(executed(Path(directory)), NOTEBOOK)
 
 
 def main() -> None:
@@ -229,6 +240,8 @@ def main() -> None:
     NEW_MODEL.write_text(BLOCK_OF_QWEN3.sub(lambda _: QWEN3.read_text(), page, count=1))
     if "--self-test" in sys.argv[1:]:
         write_gallery()
+    if "--notebook" in sys.argv[1:]:
+        write_notebook()
 
 
 if __name__ == "__main__":
