@@ -1,12 +1,13 @@
 """Run programs: print their help, their errors in one line, and set their exit codes."""
 
+import json
 import os
 import signal
 import sys
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from io import TextIOWrapper
 from typing import NoReturn
@@ -114,8 +115,22 @@ def _end(line: str, exit_code: int = 1, details: tuple[str, ...] = ()) -> NoRetu
     if rank.isdecimal() and rank.strip("0"):
         time.sleep(REPORT_DELAY)
     line = " ".join(line.split())
-    print_error("\n  ".join([f"{program_name()}: error: {line}", *details]))
+    text = "\n  ".join([f"{program_name()}: error: {line}", *details])
+    _write_error_file(text)
+    print_error(text)
     sys.exit(exit_code)
+
+
+def _write_error_file(text: str) -> None:
+    """Write an error to the file that torchrun reads, so that the report of torchrun ends with it.
+
+    The format is that of torch.distributed.elastic.multiprocessing.errors.ErrorHandler, which would
+    write a traceback.
+    """
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        with suppress(OSError), open(path, "w") as file:
+            json.dump({"message": {"message": text, "extraInfo": extra}}, file)
 
 
 def _lost_output() -> OSError | None:
