@@ -92,13 +92,17 @@ def hugging_face_config(config: Any) -> dict:
 
 
 def _own_class(values: dict, config: Any) -> dict:
-    """Return `architectures` with the name of a custom family, if its config inherited the class of
-    another family: a reader that selects by class would build that one."""
-    (architecture,) = values["architectures"]
+    """Return `architectures` with the class of a custom family, if the family declares its name, or
+    if its config inherited the class of another family: a reader that selects by class would build
+    that one."""
+    architecture = (values.get("architectures") or [""])[0]
     head = re.search(f"{CLASSES}$", architecture)
+    declared = FAMILIES[family_of(config)].HUGGING_FACE.class_name
+    if declared and head:
+        return {"architectures": [declared + head[0]]}
     for base in type(config).__mro__[1:]:
         other = next((model for model in FAMILIES.values() if model.Config is base), None)
-        if other is None or head is None:
+        if other is None or head is None or not hasattr(base, "to_hugging_face"):
             continue
         inherited = other.presets[f"{other.family}-tiny"].to_hugging_face()["architectures"][0]
         if re.sub(f"{CLASSES}$", "", inherited) == architecture.removesuffix(head[0]):

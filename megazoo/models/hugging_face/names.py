@@ -30,12 +30,15 @@ class Run(NamedTuple):
 class HFFiles(NamedTuple):
     """The settings of a family for Hugging Face directories, other than the names of tensors.
 
-    model_type: its value in config.json; None: the name that the family is registered by. prefix:
-    of tensor names; the files of a backbone omit it. legacy: regular expression for additional
-    tensors that older versions of transformers wrote; they are ignored.
+    model_type: its value in config.json; None: the name that the family is registered by.
+    class_name: the start of the names of its transformers classes, such as StableLm; None: that of
+    model_type, by `class_name`, such as Qwen3Moe for qwen3_moe. prefix: of tensor names; the files
+    of a backbone omit it. legacy: regular expression for additional tensors that older versions of
+    transformers wrote; they are ignored.
     """
 
     model_type: str | None = None
+    class_name: str | None = None
     prefix: str = ""
     legacy: str = "$^"
 

@@ -117,6 +117,9 @@ def test_an_export_names_the_class_of_the_custom_family():
     assert find_config(values) == config
     values = hugging_face_config(replace(config, num_labels=2))
     assert values["architectures"] == ["ParBlockForSequenceClassification"]
+    Par.HUGGING_FACE = Par.HUGGING_FACE._replace(class_name="PARBlock")
+    values = hugging_face_config(replace(config, num_labels=2))
+    assert values["architectures"] == ["PARBlockForSequenceClassification"]
     plain = hugging_face_config(find_config("qwen3-tiny"))
     assert plain["architectures"] == ["Qwen3ForCausalLM"]
 
