@@ -109,6 +109,7 @@ class Saver:
         self.background, self.keep_last = background, keep_last
         self.report, self.after = report, after
         self.saved: Path | None = None  # the last step that is on disk
+        self._step: int | None = None  # of the last `save`; None if it failed
         self._thread: Thread | None = None
         self._error: UserError | None = None
         self._may_fail = False
@@ -142,6 +143,13 @@ class Saver:
         else:
             self._write(step, contents)
         return self._finish()
+
+    def has(self, step: int) -> bool:
+        """Return whether the last `save` was of this step, and has written it. Wait until it is
+        written."""
+        if self._step == step:
+            self.wait()
+        return self._step == step
 
     def wait(self) -> None:
         """Wait until the last checkpoint is written. If that failed, warn or raise UserError, by
@@ -206,9 +214,11 @@ class Saver:
         error, self._error = self._error, None
         if error and not self._may_fail:
             raise error
-        if error and self.model.ctx.rank == 0:
-            print(f"warning: {error}", file=sys.stderr, flush=True)
-        if not error and self.saved:
+        if error:
+            self._step = None
+            if self.model.ctx.rank == 0:
+                print(f"warning: {error}", file=sys.stderr, flush=True)
+        elif self.saved and self._step is not None:
             self.after(self._step, self.saved)
 
 

@@ -224,13 +224,14 @@ def fail_in_the_background(directory, may_fail):
             Saver(directory, model, optimizer, background=True) as saver,
         ):
             saver.save(1, {}, may_fail=may_fail)
-            saver.wait()
+            assert saver.has(1)
             if model.ctx.rank == 1:
                 writing.sync = full
             saver.save(2, {}, may_fail=may_fail)
             while saver._thread.is_alive():
                 time.sleep(0.01)
             writing.sync = original
+            assert not saver.has(2)  # it raises unless a write may fail
             saver.save(3, {}, may_fail=may_fail)
     except UserError as error:
         return str(error), stderr.getvalue()
