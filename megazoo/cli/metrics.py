@@ -287,7 +287,8 @@ def traced_steps(
 class StepLines:
     """Formats lines such as "step 20/700  loss 3.1  ...  1:05 left", one every `interval` steps.
 
-    The speed in a line is the mean over the steps since the previous line.
+    The speed in a line is the mean over the steps since the previous line, without evaluations and
+    saves. Its memory is the peak of rank 0.
 
     Args:
         step: step at which the run starts.
@@ -302,15 +303,22 @@ class StepLines:
     ):
         self.first, self.steps, self.interval = step, steps, interval
         self.token_flops, self.peak = token_flops, peak
-        self.start = self.last_time = time.perf_counter()
-        self.last_step, self.tokens = step, 0  # of the last line, and since it
+        self.start = time.perf_counter()
+        self.last_step, self.tokens, self.seconds = step, 0, 0.0  # of the last line, and since it
 
     def time(self) -> str:
         """Return the time since the start, as 1:05."""
         return clock(time.perf_counter() - self.start)
 
     def line(
-        self, step: int, tokens: int, loss: float, norm: float, lr: float, memory: int
+        self,
+        step: int,
+        tokens: int,
+        seconds: float,
+        loss: float,
+        norm: float,
+        lr: float,
+        memory: int,
     ) -> str | None:
         """Return the line of a step, or None between intervals. The first and the last step always
         have a line.
@@ -318,20 +326,21 @@ class StepLines:
         Args:
             step: number of the step.
             tokens: number of tokens in the step.
+            seconds: duration of the step.
             loss: loss of the step.
             norm: norm of the gradient.
             lr: learning rate.
             memory: peak memory in bytes.
         """
-        self.tokens += tokens
+        self.tokens, self.seconds = self.tokens + tokens, self.seconds + seconds
         if step % self.interval and step not in (self.first + 1, self.steps):
             return None
-        now = time.perf_counter()
-        seconds = max(now - self.last_time, 1e-9)
-        rate, step_time = self.tokens / seconds, seconds / (step - self.last_step)
+        total = max(self.seconds, 1e-9)
+        rate, step_time = self.tokens / total, total / (step - self.last_step)
         flops = rate * self.token_flops
-        left = (now - self.start) / (step - self.first) * (self.steps - step)
-        self.last_time, self.last_step, self.tokens = now, step, 0
+        each = (time.perf_counter() - self.start) / (step - self.first)  # with evaluations
+        left = each * (self.steps - step)
+        self.last_step, self.tokens, self.seconds = step, 0, 0.0
         return (
             f"step {step:>{len(str(self.steps))}}/{self.steps}  loss {loss:.4f}  "
             f"grad norm {norm:.3f}  lr {lr:.2e}  {step_time * 1e3:,.0f} ms  {rate:,.0f} tokens/s  "

@@ -58,7 +58,6 @@ class Recorder:
     def __init__(self, run: Run, model: Model, optimizer: AdamW):
         self.run, self.model, self.optimizer = run, model, optimizer
         self.step, self.losses = run.first_step, {}
-        self._saved: int | None = None  # the last step that `save` has handled
         self.stopped_by: str | None = None
         self.consumed_samples = run.state["consumed_samples"]
         self.consumed_tokens = run.state["consumed_tokens"]
@@ -133,7 +132,8 @@ class Recorder:
                 f"loss scale {self.loss_scale:g}"
             )
         memory = values["peak_memory"]
-        if line := self.lines.line(step, tokens, loss, norm, self.optimizer.lr, memory):
+        lr = self.optimizer.lr
+        if line := self.lines.line(step, tokens, watch.seconds, loss, norm, lr, memory):
             print_rank_0(line)
         callbacks.after_step(step, values, self.model)
 
@@ -171,9 +171,8 @@ class Recorder:
         """Save a checkpoint, if --save is set and the step is not saved yet. batches: the training
         batches."""
         keep = self.run.options.checkpoint
-        if not keep.save or step == self._saved:
+        if not keep.save or self.saver.has(step):
             return
-        self._saved = step
         trainer = {
             "run": self.run_id,
             "consumed_samples": self.consumed_samples,

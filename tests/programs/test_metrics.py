@@ -86,17 +86,20 @@ def test_tensorboard_and_mfu(tmp_path, capsys):
 
 
 def test_the_speed_of_a_line_is_that_of_the_steps_since_the_previous_line(monkeypatch):
-    """Step 1 takes 1 s, each later step 0.2 s."""
-    clock = iter([0.0, 1.0, 1.6])
+    """Step 1 takes 1 s, each later step 0.2 s; an evaluation of 3 s follows step 2."""
+    clock = iter([0.0, 1.0, 4.6])
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
     lines = StepLines(0, 8, 4, token_flops=5e8, peak=1e12)
-    shown = [lines.line(step, 300, 2.0, 0.5, 1e-3, 610_000_000) for step in (1, 2, 3, 4)]
+    shown = [
+        lines.line(step, 300, seconds, 2.0, 0.5, 1e-3, 610_000_000)
+        for step, seconds in enumerate((1.0, 0.2, 0.2, 0.2), 1)
+    ]
     start = "loss 2.0000  grad norm 0.500  lr 1.00e-03"
     assert shown == [
         f"step 1/8  {start}  1,000 ms  300 tokens/s  0.15 TFLOP/s  mfu 15.0%  0.61 GB  0:07 left",
         None,
         None,
-        f"step 4/8  {start}  200 ms  1,500 tokens/s  0.75 TFLOP/s  mfu 75.0%  0.61 GB  0:02 left",
+        f"step 4/8  {start}  200 ms  1,500 tokens/s  0.75 TFLOP/s  mfu 75.0%  0.61 GB  0:05 left",
     ]
 
 
