@@ -16,13 +16,13 @@ class UserError(ValueError):
     Args:
         message: the error message. Whitespace is collapsed to single spaces.
         exit_code: 2 (default) for errors found before any work starts, 1 for errors during work.
-        details: lines that programs print below the message, indented. Whitespace is collapsed.
+        details: lines that programs print below the message, indented.
     """
 
     def __init__(self, message: str, exit_code: int = 2, details: Iterable[str] = ()):
         super().__init__(" ".join(message.split()))
         self.exit_code = exit_code
-        self.details = tuple(" ".join(line.split()) for line in details)
+        self.details = tuple(line.replace("\n", " ") for line in details)
 
 
 class Advice(UserWarning):

@@ -114,7 +114,7 @@ TORCHTITAN = {
     "profiling.enable-profiling": "--profile DIR",
 }
 OTHER = {
-    "ranks": "--dp (replicas; the number of ranks is tp x pp x cp x dp)",
+    "ranks": "--dp (replicas; the number of ranks is tp x pp x cp x dp), or --gpus to search",
     "fsdp": "--zero 1 (it shards the optimizer state; sharded parameters are not supported)",
 }
 KNOWN = {**TORCHTITAN, **TRAINER, **MEGATRON, **OTHER}
@@ -148,6 +148,7 @@ NEEDLESS = {
     "--micro-batch-size also applies to evaluation": "per-device-eval-batch-size",
     "--log-interval sets it": "timing-log-level tensorboard-log-interval log-timers-to-tensorboard",
 }
+PLACEHOLDER = "NAME"  # of a model
 REASONS = {flag: reason for reason, flags in NEEDLESS.items() for flag in flags.split()}
 
 
@@ -170,10 +171,12 @@ def hints_for_unknown(names: Iterable[str], known: set[str]) -> list[str]:
 
 def translated(arguments: list[str], known: set[str]) -> list[str] | None:
     """Return a command line in which the flags of other libraries are replaced, or removed if they
-    are not needed. None: an unknown flag has no equivalent, or its value has another meaning.
+    are not needed. None: an unknown flag has no equivalent, its value has another meaning, or the
+    run would be another one without it.
 
     known: flags of the program.
     """
+    removed = set()
     groups: list[list[str]] = [[]]  # a flag and its values
     for argument in arguments:
         if argument.startswith("--"):
@@ -186,14 +189,22 @@ def translated(arguments: list[str], known: set[str]) -> list[str] | None:
         dashed = "--" + _plain(flag)
         if {dashed, dashed.replace("--no-", "--", 1)} & known:
             words += [flag, *values]
-        elif _plain(flag) not in REASONS:
+        elif _plain(flag) in REASONS:
+            removed.add(REASONS[_plain(flag)])
+        else:
             equivalent = KNOWN.get(_plain(flag), "")
             # A flag, or a flag with its value. FILE is a placeholder.
             if not re.fullmatch(r"--[a-z-]+( [a-z0-9]+| False)?", equivalent):
                 return None
+            if any(value.startswith("-") for value in values):  # for example, -1 for unlimited
+                return None
             if " " in equivalent and values not in ([], ["True"], ["true"]):
                 return None
             words += [*equivalent.split(), *values] if " " not in equivalent else equivalent.split()
+    if WHOLE in removed and "--load" in words and "--load-weights-only" not in words:
+        return None
+    if ARCHITECTURE in removed and not {"--model", "--preset", "--load", "--config"} & {*words}:
+        return ["--model", PLACEHOLDER, *words]
     return words
 
 

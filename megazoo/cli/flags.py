@@ -25,7 +25,7 @@ import tyro
 from tyro.conf import Positional
 
 from megazoo.cli.commands import command_line, program_name
-from megazoo.cli.elsewhere import about_unknown, hints_for_unknown, translated
+from megazoo.cli.elsewhere import PLACEHOLDER, about_unknown, hints_for_unknown, translated
 from megazoo.environment import world_size
 from megazoo.errors import UserError, nearest
 from megazoo.files import brief, convert
@@ -361,7 +361,7 @@ def _check_names(arguments: list[str], kind: type, helps: list[str]) -> None:
 
 def _finished(arguments: list[str], kind: type, known: set[str]) -> list[str]:
     """Return lines with the command of a training run in which the flags of other libraries are
-    replaced; none if it would not be valid."""
+    replaced; none if its flags are not valid."""
     words = translated(arguments, known)
     if words is None or "--steps" not in known or {"--help", "--help-all", "-h"} & {*words}:
         return []
@@ -370,6 +370,8 @@ def _finished(arguments: list[str], kind: type, known: set[str]) -> list[str]:
     except UserError:
         return []
     lines = [f"use: {command_line(words)}"]
+    if PLACEHOLDER in words:
+        lines.append(f"{PLACEHOLDER}: a model with this architecture; `megazoo models` lists them.")
     if world_size() > 1 or options.parallel.tp * options.parallel.pp > 1:
         lines.append("On one machine, this command starts its ranks itself, without torchrun.")
     return lines
