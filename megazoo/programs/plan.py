@@ -245,6 +245,9 @@ def run_command(layout: FoundLayout, options: Options, arguments: list[str]) -> 
             is_switch = isinstance(value, bool)
             off = flag.replace("--", "--no-", 1)
             words += [flag if value else off] if is_switch else [flag, str(value)]
+    for name in ("global_batch_size", "micro_batch_size"):  # their defaults depend on dp
+        if name not in {flag_of(word)[2:].replace("-", "_") for word in words}:
+            words += [flag_of(name), str(getattr(options.training, name))]
     where = f"on each of {nodes} nodes" if nodes > 1 else "start it with"
     return f"{where}: {torchrun_line(ranks, words, 'pretrain', nodes)}"
 

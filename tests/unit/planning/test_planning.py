@@ -372,6 +372,8 @@ def test_a_search_shows_its_progress_and_the_command_of_the_fastest_layout(
     given = command[2].split()
     assert given[:6] == ["--preset", "gpt2-tiny", "--lr", "1e-4", "--config", str(settings)]
     values = CommandLine.read(given).options().values
+    assert values["global_batch_size"] == 32
+    assert values["micro_batch_size"] == 8  # of 4 replicas
     selected = {name: values[name] for name in tool.SELECTED if name != "dp"}
     assert selected == {name: best[name] for name in selected}
     lines = [re.fullmatch(r"search: (\d+)% of 8, .*", line) for line in done.err.splitlines()]
