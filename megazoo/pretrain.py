@@ -191,6 +191,8 @@ def train(run: Run, model: Model, optimizer: AdamW, data: Data, recorder: Record
                     result = evaluate(run, model, getattr(data, name), name, recorder)
                     if result:
                         recorder.log_evaluation(step, name, *result)
+                    else:
+                        print_rank_0(f"the {name} after step {step} was stopped")
             if recorder.stopped_by:
                 recorder.save(step, data.training)
                 return

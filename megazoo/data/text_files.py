@@ -198,7 +198,11 @@ def _unit_of(path: Path) -> str:
         except json.JSONDecodeError as error:
             starts = first.startswith((b"{", b"[")) and error.pos >= len(error.doc.rstrip(" ,"))
             # An object is not a key: then the first line is a truncated line of JSONL.
-            is_truncated = first.startswith(b"{") and _is_object(next(lines, b""))
+            is_truncated = (
+                _kind_of(path) != ".json"
+                and first.startswith(b"{")
+                and _is_object(next(lines, b""))
+            )
             return ITEM if starts and not is_truncated else LINE
         except (ValueError, RecursionError):  # an error of this line
             return LINE

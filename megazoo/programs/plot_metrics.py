@@ -52,7 +52,9 @@ def records_of(path: Path) -> list[dict]:
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
-            _ = int(record["step"]), next(record[key] for key in LOSSES if key in record)
+            _ = next(record[key] for key in LOSSES if key in record)
+            if not isinstance(record["step"], int):
+                raise TypeError
         except (ValueError, KeyError, TypeError, RecursionError, StopIteration) as error:
             raise UserError(f"{path}, line {number} is not a line of metrics") from error
         records.append(record)
@@ -72,7 +74,7 @@ def read_curves(path: Path) -> dict[str, dict[int, float]]:
             if isinstance(value, int | float) and math.isfinite(value):
                 curves[name][record["step"]] = value
     if not curves["loss"]:
-        raise UserError(f"{path} has no steps")
+        raise UserError(f"{path} has no step with a finite loss")
     return {name: dict(sorted(curve.items())) for name, curve in curves.items()}
 
 

@@ -48,7 +48,10 @@ def main(arguments: list[str]) -> None:
     if target.exists():
         raise UserError(f"{target} exists: use another directory, or remove it")
     text = text_of(name)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"can't create the directory {target.parent}: {error.strerror}") from error
     write_text("DIR", target, text)
     print(f"wrote {target}; its comments list what it needs. Start it with")
     print(f"  {command_of(name, text).replace(target.name, shlex.quote(str(target)))}")

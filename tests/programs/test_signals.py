@@ -109,7 +109,7 @@ def test_a_second_ctrl_c_ends_at_once(start, tmp_path, layout):
     assert not list((tmp_path / "run").glob("step_*"))
 
 
-# A user's file that sends itself a signal in the second batch of an evaluation.
+# A user's file: the last rank sends itself a signal in the second batch of an evaluation.
 SIGNALLED = """
 import os, signal
 import megazoo.models.base as base
@@ -118,7 +118,7 @@ eval_batch, batches = base.Model.eval_batch, []
 
 def signalled(self, *arguments, **named):
     batches.append(1)
-    if len(batches) == 2:
+    if len(batches) == 2 and self.ctx.rank == self.ctx.world_size - 1:
         os.kill(os.getpid(), signal.SIGTERM)
     assert len(batches) <= 2, "the evaluation continues"
     return eval_batch(self, *arguments, **named)
@@ -130,14 +130,23 @@ run_program(pretrain.main)
 """
 
 
-@pytest.mark.parametrize("steps", [2, 9])
-def test_a_signal_ends_an_evaluation_and_saves_the_step(start, tmp_path, steps):
+@pytest.mark.parametrize(
+    ("steps", "layout"),
+    [
+        (2, []),
+        pytest.param(9, [], marks=slow),
+        (9, ["--pp", 2]),
+        pytest.param(9, ["--tp", 2, "--dp", 2], marks=slow),
+    ],
+)
+def test_a_signal_ends_an_evaluation_and_saves_the_step(start, tmp_path, steps, layout):
     (tmp_path / "signalled.py").write_text(SIGNALLED)
     words = ["--eval-steps", 5, "--eval-interval", 2, "--steps", steps, "--mock-data"]
-    words += ["--save", tmp_path / "run", "--metrics", tmp_path / "metrics"]
+    words += ["--save", tmp_path / "run", "--metrics", tmp_path / "metrics", *layout]
     program = start(tmp_path / "signalled.py", *JOB[1:], *words)
     assert program.end() == 0, program.text
     assert "stopped by SIGTERM: trained steps 1 to 2" in program.text
+    assert "the validation after step 2 was stopped" in program.text
     assert program.text.count("saved ") == 1
     assert saved_step(tmp_path / "run") == 2
     assert "eval_loss" not in (tmp_path / "metrics").read_text()
