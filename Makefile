@@ -1,6 +1,6 @@
 # make env        the environment .venv, with what runs need
 # make pretrain   a small GPT-2 at tp 2 x pp 2 on the text of Python's library
-# make layouts    the picture of the README: the same model in five layouts, their losses over each other
+# make layouts    the picture of the README: the same model in five layouts, and with a bug (20 minutes on two cores)
 # make site       the documentation as a site, in site/
 # make check      ruff, pyrefly, and half a minute of tests: for the loop of someone who edits
 # make test       the environment, ruff, pyrefly, and the tests
@@ -31,10 +31,12 @@ pretrain: $(PLAIN)
 	    --top-k 10 --seed 4
 
 layouts: $(PLAIN)
-	for layout in "one" "tp2 --tp 2" "pp2 --pp 2" "cp2 --cp 2" "dp2 --dp 2"; do set -- $$layout; name=$$1; shift; \
-	    $(RUN) pretrain_gpt.py --preset gpt2-tiny --steps 100 --lr 1e-3 --eval-steps 0 $$@ --metrics runs/$$name/metrics.jsonl; done
-	$(RUN) tools/plot_metrics.py $(foreach name,one tp2 pp2 cp2 dp2,runs/$(name)/metrics.jsonl) --difference \
-	    --output docs/layouts.png
+	for layout in "one" "tp2 --tp 2" "pp2 --pp 2" "cp2 --cp 2" "dp2 --dp 2" \
+	    "missing-all-reduce --tp 2 --sequence-parallel --import docs/missing_all_reduce.py"; do \
+	    set -- $$layout; name=$$1; shift; rm -f runs/layouts/$$name.jsonl; \
+	    $(RUN) pretrain_gpt.py $$@ --metrics runs/layouts/$$name.jsonl || exit 1; done
+	$(RUN) tools/plot_metrics.py $(foreach name,one tp2 pp2 cp2 dp2 missing-all-reduce,runs/layouts/$(name).jsonl) \
+	    --difference --output docs/layouts.png
 
 site: $(INSTALLED)
 	$(RUN) -m zensical build --strict -f mkdocs.yml

@@ -13,7 +13,9 @@ from megazoo.models.published import pretraining_defaults
 from megazoo.models.registry import FAMILIES, family_of, presets, tiny_preset
 
 LONGEST = 4096  # tokens of a sequence, for models with more positions
-DEMO_STEPS = 400
+DEMO_STEPS = 800
+# Larger rates amplify differences of rounding, so that layouts would differ by more than 1e-5.
+DEMO_LR = 6e-4
 DEMO_PARAMETERS = 10_000_000  # larger models are not a demo, regardless of the preset
 SIZES = ("layers", "hidden_size", "heads", "ffn_size")  # they determine the learning rate
 # Settings that follow from others.
@@ -72,7 +74,7 @@ def defaults_for(options: Options, config, weights: Weights = NO_WEIGHTS) -> Def
     parameters, preset = parameter_count(config), presets().get(name)
     if name.endswith("-tiny") and parameters < DEMO_PARAMETERS:
         demo: dict[str, Any] = {"warmup": 0.25, "steps": DEMO_STEPS, "demo": True}
-        return Defaults(min(128, longest), 16, 32, 5e-3, "for the demo", **demo)
+        return Defaults(min(128, longest), 16, 32, DEMO_LR, "for the demo", **demo)
     same = preset and all(getattr(preset, size) == getattr(config, size) for size in SIZES)
     usual = pretraining_defaults(parameters, name if same else None, length)
     return Defaults(longest, 1, usual.global_batch_size, usual.lr, usual.source, **duration)
@@ -107,7 +109,8 @@ def fit_to_rows(options: Options, names: set[str], rows: int) -> None:
         training.epochs = min(MOST_EPOCHS, math.ceil(ENOUGH_STEPS * batch / rows))
     if is_free:
         together = options.replicas * training.micro_batch_size
-        sizes = [math.ceil(2**n / together) * together for n in range(6)]  # up to 32
+        powers = (2**n for n in range(FINE_TUNING_BATCH.bit_length()))
+        sizes = [math.ceil(size / together) * together for size in powers]
         most = math.ceil((training.epochs or 1) * rows / (FEW_STEPS - 1)) - 1  # rows for FEW_STEPS
         fitting = [size for size in sizes if size <= most]
         training.global_batch_size = max(fitting, default=sizes[0])

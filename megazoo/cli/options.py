@@ -169,7 +169,7 @@ class TrainingOptions:
         Filled[int],
         unset(
             "INT",
-            "400 for a tiny preset from random weights and for mock data, otherwise one epoch",
+            "800 for a tiny preset from random weights and for mock data, otherwise one epoch",
         ),
     ] = TO_FILL
     """Total number of optimizer steps, including those before a resume."""
@@ -290,7 +290,7 @@ class OptimizerOptions:
         unset(
             "FLOAT",
             "fine-tuning: 2e-4 with LoRA, 1e-5 for all weights; otherwise that of the preset's "
-            "pretraining, or of GPT-3's model of this size; 5e-3 for a tiny preset",
+            "pretraining, or of GPT-3's model of this size; 6e-4 for a tiny preset",
         ),
     ] = TO_FILL
     """Peak learning rate. The run prints the default that it uses when it starts."""
@@ -413,7 +413,8 @@ class EvaluationOptions:
     """Steps between evaluations. 0: only at the end."""
     eval_steps: int = 20
     """Largest number of batches per evaluation. 0: no evaluation. The evaluation ends earlier if
-    the data has fewer batches, so that no row counts more than once."""
+    the data has fewer batches, so that no row counts more than once. The sources of a blend are
+    sampled by their weights."""
 
 
 @dataclass

@@ -20,8 +20,7 @@ pytestmark = [
 
 
 def losses_on(device, directory):
-    """Losses of 20 steps at a rate that does not amplify rounding: at the demo's 5e-3, a difference
-    of 1e-7 becomes 6e-5 between two layouts of one CPU."""
+    """Losses of 20 steps at a rate that does not amplify rounding."""
     metrics = directory / f"{device}.jsonl"
     arguments = "--steps 20 --warmup-steps 5 --lr 1e-3 --global-batch-size 8 --micro-batch-size 4"
     arguments += f" --eval-steps 0 --device {device} --dtype float32 --fp32-precision ieee"

@@ -282,11 +282,11 @@ def test_a_run_that_goes_on_otherwise_is_compared_until_there(begun, checked):
     arguments, record = begun
     train(*arguments, "--steps", 5, "--lr", 0.004)
     (resumed,) = read(record)["resumed"]
-    assert resumed == {"step": 2, "changes": ["lr: 0.005 then, 0.004 now"]}
+    assert resumed == {"step": 2, "changes": ["lr: 0.0006 then, 0.004 now"]}
     code, out, error = checked(record)
     assert code == 0, error
     assert "after step 2 the run resumed with changes" in out
-    assert "  lr: 0.005 then, 0.004 now\n" in out
+    assert "  lr: 0.0006 then, 0.004 now\n" in out
     assert "2 steps are bitwise identical" in out
 
 

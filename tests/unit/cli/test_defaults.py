@@ -36,7 +36,7 @@ def weights(tmp_path_factory):
     return directory
 
 
-DEMO = (128, 16, 32, 5e-3, ("steps", 400), 100)
+DEMO = (128, 16, 32, 6e-4, ("steps", 800), 200)
 OF_RANDOM_WEIGHTS = {
     "": DEMO,
     "--model llama": DEMO,
@@ -45,7 +45,7 @@ OF_RANDOM_WEIGHTS = {
     # Brown et al. 2020, table 2.1: 125M, 6e-4; batch of Radford et al. 2019: 512 sequences
     "--preset gpt2-124m": (1024, 1, 512, 6e-4, ("epochs", 1), None),
     "--preset gpt2-124m --dropout 0.1": (1024, 1, 512, 6e-4, ("epochs", 1), None),
-    "--preset gpt2-124m --mock-data": (1024, 1, 512, 6e-4, ("steps", 400), 12),
+    "--preset gpt2-124m --mock-data": (1024, 1, 512, 6e-4, ("steps", 800), 24),
     "--preset gpt2-124m --steps 100000": (1024, 1, 512, 6e-4, ("steps", 100_000), 2000),
     # Biderman et al. 2023, table 1: 1e-3, 2M tokens; half of the model is another model
     "--preset pythia-70m": (2048, 1, 1024, 1e-3, ("epochs", 1), None),
