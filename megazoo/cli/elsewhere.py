@@ -114,6 +114,7 @@ TORCHTITAN = {
     "profiling.enable-profiling": "--profile DIR",
 }
 OTHER = {
+    "batch-size": "--micro-batch-size (per forward pass) or --global-batch-size (per step)",
     "ranks": "--dp (replicas; the number of ranks is tp x pp x cp x dp), or --gpus to search",
     "fsdp": "--zero 1 (it shards the optimizer state; sharded parameters are not supported)",
 }

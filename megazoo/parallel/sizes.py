@@ -9,6 +9,7 @@ from datetime import timedelta
 from numbers import Integral
 from typing import Any
 
+from megazoo.environment import local_world_size, world_size
 from megazoo.errors import UserError
 
 LONGEST_TIMEOUT = timedelta(days=365)
@@ -70,10 +71,13 @@ def data_parallel_size_for(world: int, tp: int, pp: int, dp: int | None = None, 
 
 
 def _with_torchrun(ranks: int) -> str:
-    """Return how to start ranks of the running Python script, or of code without a script."""
+    """Return how to start ranks of the running Python script, or of code without a script; "" on
+    several machines."""
+    if local_world_size() < world_size():
+        return ""
     command = f"torchrun --nproc-per-node {ranks}"
-    in_notebook = "ipykernel" in sys.modules
-    if not in_notebook and os.path.isfile(sys.argv[0]):
+    is_script = "IPython" not in sys.modules  # in a notebook, argv is that of the kernel
+    if is_script and os.path.isfile(sys.argv[0]):
         return f" with {command} {shlex.join(sys.argv)}"
     return f" with the code in a file: {command} FILE.py"
 

@@ -86,6 +86,7 @@ def test_the_error_has_the_command_if_every_flag_is_translated(words, use):
 def test_flags_of_frameworks_without_an_equivalent_are_explained():
     for flag, hint in {
         "--ranks": "write --dp (replicas; the number of ranks is tp x pp x cp x dp), or --gpus",
+        "--batch-size": "write --micro-batch-size (per forward pass) or --global-batch-size",
         "--fsdp": "write --zero 1 (it shards the optimizer state; sharded parameters are not ",
     }.items():
         with pytest.raises(UserError) as error:
