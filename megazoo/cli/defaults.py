@@ -13,13 +13,14 @@ from megazoo.models.published import pretraining_defaults
 from megazoo.models.registry import FAMILIES, family_of, presets, tiny_preset
 
 LONGEST = 4096  # tokens of a sequence, for models with more positions
-DEMO_STEPS = 800
-# Larger rates amplify differences of rounding, so that layouts would differ by more than 1e-5.
-DEMO_LR = 6e-4
+DEMO_STEPS = 600
+# Differences of rounding grow where the rate is large after the first hundred steps. With a linear
+# decay, layouts differ by less than 1e-5; with a cosine decay of this rate, they differ by more.
+DEMO_LR = 1e-3
 DEMO_PARAMETERS = 10_000_000  # larger models are not a demo, regardless of the preset
 SIZES = ("layers", "hidden_size", "heads", "ffn_size")  # they determine the learning rate
 # Settings that follow from others.
-FOLLOWING = {"dtype", "min_lr", "muon_lr", "warmup_steps", "lr_decay_steps"}
+FOLLOWING = {"dtype", "lr_schedule", "min_lr", "muon_lr", "warmup_steps", "lr_decay_steps"}
 FINE_TUNING_LR, LORA_LR = 1e-5, 2e-4
 FINE_TUNING_BATCH = 32
 FEW_STEPS = 10  # a run of fewer steps gets a smaller default batch, or a warning
@@ -31,8 +32,9 @@ MUON_LR = 2e-2
 class Defaults:
     """Settings of a run that neither the user nor a resumed run sets.
 
-    steps, epochs: one of them is set. warmup: fraction of the steps, at most 2000 steps. rate:
-    origin of the learning rate, printed at the start. demo: whether these are the demo's defaults.
+    steps, epochs: one of them is set. warmup: fraction of the steps, at most 2000 steps. schedule:
+    decay of the learning rate. rate: origin of the learning rate, printed at the start. demo:
+    whether these are the demo's defaults.
     fine_tuning: whether the batch and the epochs follow from the rows: see `fit_to_rows`.
     """
 
@@ -42,6 +44,7 @@ class Defaults:
     lr: float
     rate: str
     warmup: float = 0.03
+    schedule: str = "cosine"
     steps: int | None = None
     epochs: int | None = None
     demo: bool = False
@@ -73,7 +76,8 @@ def defaults_for(options: Options, config, weights: Weights = NO_WEIGHTS) -> Def
         )
     parameters, preset = parameter_count(config), presets().get(name)
     if name.endswith("-tiny") and parameters < DEMO_PARAMETERS:
-        demo: dict[str, Any] = {"warmup": 0.25, "steps": DEMO_STEPS, "demo": True}
+        demo: dict[str, Any] = {"warmup": 0.1, "schedule": "linear", "steps": DEMO_STEPS}
+        demo["demo"] = True
         return Defaults(min(128, longest), 16, 32, DEMO_LR, "for the demo", **demo)
     same = preset and all(getattr(preset, size) == getattr(config, size) for size in SIZES)
     usual = pretraining_defaults(parameters, name if same else None, length)
@@ -153,6 +157,8 @@ def fill_in(
         filled[-1] += f" ({defaults.rate})"
     if optimizer.muon_lr is None and not weights.described:
         optimizer.muon_lr = MUON_LR
+    if optimizer.lr_schedule is None:
+        optimizer.lr_schedule = defaults.schedule
     if optimizer.min_lr is None:
         optimizer.min_lr = optimizer.lr / 10
     return filled

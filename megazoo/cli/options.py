@@ -169,7 +169,7 @@ class TrainingOptions:
         Filled[int],
         unset(
             "INT",
-            "800 for a tiny preset from random weights and for mock data, otherwise one epoch",
+            "600 for a tiny preset from random weights and for mock data, otherwise one epoch",
         ),
     ] = TO_FILL
     """Total number of optimizer steps, including those before a resume."""
@@ -290,7 +290,7 @@ class OptimizerOptions:
         unset(
             "FLOAT",
             "fine-tuning: 2e-4 with LoRA, 1e-5 for all weights; otherwise that of the preset's "
-            "pretraining, or of GPT-3's model of this size; 6e-4 for a tiny preset",
+            "pretraining, or of GPT-3's model of this size; 1e-3 for a tiny preset",
         ),
     ] = TO_FILL
     """Peak learning rate. The run prints the default that it uses when it starts."""
@@ -304,14 +304,18 @@ class OptimizerOptions:
     """Data type of the Newton-Schulz iterations. auto: float32 on CPUs, bfloat16 on CUDA."""
     min_lr: Annotated[Filled[float], unset("FLOAT", "--lr / 10")] = TO_FILL
     """Final learning rate after decay."""
-    lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    lr_schedule: Annotated[
+        Filled[Literal["cosine", "linear", "constant", "wsd"]],
+        unset(
+            "{cosine,linear,constant,wsd}",
+            "linear for a tiny preset from random weights, otherwise cosine",
+        ),
+    ] = TO_FILL
     """Decay of the learning rate after the warm-up. wsd (warmup-stable-decay): constant, then
     linear decay over the last fifth."""
     warmup_steps: Annotated[
         Filled[int],
-        unset(
-            "INT", "3 % of the steps, a quarter for a tiny preset from random weights; at most 2000"
-        ),
+        unset("INT", "3 % of the steps, 10 % for a tiny preset from random weights; at most 2000"),
     ] = TO_FILL
     """Number of warm-up steps, in which the learning rate rises linearly from 0."""
     lr_decay_steps: Annotated[

@@ -82,6 +82,7 @@ def derived_line(run: Run) -> str:
     values: dict[str, object] = {name.replace("_", "-"): None for name in sorted(run.of_rows)}
     values |= {"steps": training.steps} if training.epochs else {}
     values |= {"warmup-steps": optimizer.warmup_steps, "lr-decay-steps": optimizer.lr_decay_steps}
+    values["lr-schedule"] = optimizer.lr_schedule
     values |= {"min-lr": f"{optimizer.min_lr:g}", "dtype": training.dtype}
     if optimizer.optimizer == "muon":
         values["muon-lr"] = optimizer.muon_lr

@@ -264,7 +264,7 @@ def test_training_follows_fp32(fp32_curve, tmp_path, dtype):
 def test_the_default_job_at_tp2_pp2_follows_fp32(ranks, tmp_path):
     """In bfloat16 over 200 steps, by means of ten. In float16 over 20: a step takes several seconds
     on a CPU that has no instructions for it."""
-    job = "--tp 2 --pp 2 --lr-decay-steps 800 --steps"
+    job = "--tp 2 --pp 2 --lr-decay-steps 600 --steps"
     expected, bfloat16, float16 = (
         ranks(curve, 4, kind, tmp_path / kind, f"{job} {steps}", timeout=900)[0]
         for kind, steps in (("float32", 200), ("bfloat16", 200), ("float16", 20))

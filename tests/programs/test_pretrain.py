@@ -138,10 +138,10 @@ def test_a_longer_run_goes_on_at_the_rate_where_it_stood(tmp_path):
     metrics, saved = tmp_path / "metrics.jsonl", tmp_path / "run"
     common = ["--metrics", str(metrics), "--save", str(saved)]
     common += "--device cpu --eval-steps 0".split()
-    pretrain.main([*SMALL, *common, "--steps", "3", "--lr", "1e-3"])
+    pretrain.main([*SMALL, *common, "--steps", "3", "--lr", "2e-3"])
     pretrain.main([*common, "--steps", "5", "--load", str(saved)])
     rates = [record["lr"] for record in records(metrics)]
-    assert rates[2:] == [1e-4] * 3
+    assert rates[2:] == [2e-4] * 3
 
 
 def test_sequence_parallel_and_separate_documents(ranks, tmp_path):

@@ -229,7 +229,7 @@ def test_steps_are_compared():
 
 
 def test_another_setting_parts(copy, checked):
-    change(copy, lambda values: values["settings"].update(lr=0.001))
+    change(copy, lambda values: values["settings"].update(lr=0.002))
     code, out, error = checked(copy, "--steps", 3)
     assert code == 1
     assert "differs at step 2" in out
@@ -282,11 +282,11 @@ def test_a_run_that_goes_on_otherwise_is_compared_until_there(begun, checked):
     arguments, record = begun
     train(*arguments, "--steps", 5, "--lr", 0.004)
     (resumed,) = read(record)["resumed"]
-    assert resumed == {"step": 2, "changes": ["lr: 0.0006 then, 0.004 now"]}
+    assert resumed == {"step": 2, "changes": ["lr: 0.001 then, 0.004 now"]}
     code, out, error = checked(record)
     assert code == 0, error
     assert "after step 2 the run resumed with changes" in out
-    assert "  lr: 0.0006 then, 0.004 now\n" in out
+    assert "  lr: 0.001 then, 0.004 now\n" in out
     assert "2 steps are bitwise identical" in out
 
 

@@ -36,16 +36,16 @@ def weights(tmp_path_factory):
     return directory
 
 
-DEMO = (128, 16, 32, 6e-4, ("steps", 800), 200)
+DEMO = (128, 16, 32, 1e-3, ("steps", 600), 60)
 OF_RANDOM_WEIGHTS = {
     "": DEMO,
     "--model llama": DEMO,
     "--preset qwen3-tiny --mock-data": DEMO,
-    "--steps 40": (*DEMO[:4], ("steps", 40), 10),
+    "--steps 40": (*DEMO[:4], ("steps", 40), 4),
     # Brown et al. 2020, table 2.1: 125M, 6e-4; batch of Radford et al. 2019: 512 sequences
     "--preset gpt2-124m": (1024, 1, 512, 6e-4, ("epochs", 1), None),
     "--preset gpt2-124m --dropout 0.1": (1024, 1, 512, 6e-4, ("epochs", 1), None),
-    "--preset gpt2-124m --mock-data": (1024, 1, 512, 6e-4, ("steps", 800), 24),
+    "--preset gpt2-124m --mock-data": (1024, 1, 512, 6e-4, ("steps", 600), 18),
     "--preset gpt2-124m --steps 100000": (1024, 1, 512, 6e-4, ("steps", 100_000), 2000),
     # Biderman et al. 2023, table 1: 1e-3, 2M tokens; half of the model is another model
     "--preset pythia-70m": (2048, 1, 1024, 1e-3, ("epochs", 1), None),
@@ -215,7 +215,8 @@ def test_a_dry_run_prints_what_follows_from_other_settings(weights, monkeypatch,
     (tmp_path / "a.txt").write_text("a text\n" * 9)
     words = ["--load", weights, "--data", tmp_path / "a.txt", "--lora-rank", 4, "--device", "cpu"]
     words += "--global-batch-size 2 --micro-batch-size 1 --seq-length 8 --lr 1e-3 --dry-run".split()
-    derived = "--min-lr 0.0001 --dtype float32 --lora-rank 4 --lora-alpha 16 --lora-targets q,v"
+    derived = "--lr-schedule cosine --min-lr 0.0001 --dtype float32 "
+    derived += "--lora-rank 4 --lora-alpha 16 --lora-targets q,v"
     derived = derived.replace(" --", ", --")
     _, out, _ = run_main(pretrain, monkeypatch, capsys, *words, "--steps", 100)
     assert "defaults: " not in out

@@ -163,7 +163,7 @@ BAD_INPUT = {
     "--profile-steps 1": "--profile-steps needs 2 values",
     "--lr nan": "--lr nan must be 0 or more",
     "--lr 1e-4 --min-lr 1e-3": "--min-lr 0.001 exceeds --lr 0.0001: use a smaller --min-lr",
-    "--warmup-steps 900": "--warmup-steps 900 exceeds the 800 steps of the learning-rate "
+    "--warmup-steps 900": "--warmup-steps 900 exceeds the 600 steps of the learning-rate "
     "schedule: use fewer",
     "--dropout 1": "--dropout 1.0 must be below 1",
     "--schedule 2f2b": "unknown schedule '2f2b': use one of gpipe, 1f1b, zb-h1",
