@@ -188,11 +188,12 @@ def test_many_ranks_lose_no_time_to_noise_under_the_rules_of_nccl():
 @pytest.mark.slow
 @pytest.mark.parametrize("pp", range(2, 17))
 def test_programs_of_all_sizes_under_the_rules_of_nccl(pp):
-    """Few micro-batches, and groups of unequal size, fit together less well. The largest loss is
-    that of DualPipeV on 3 ranks with 5 micro-batches and a slow last stage: 5.8 %."""
-    limits = {pp: 1.05, 2 * pp - 1: 1.06, 2 * pp: 1.02, 3 * pp - 1: 1.05, 4 * pp: 1.02}
+    """Few micro-batches, and groups of unequal size, fit together less well. DualPipeV on 3
+    ranks with 5 micro-batches and a slow last stage loses 5.8 %."""
+    limits = {pp: 1.05, 2 * pp - 1: 1.05, 2 * pp: 1.02, 3 * pp - 1: 1.05, 4 * pp: 1.02}
     for (schedule, virtual), (m, limit) in product(UNDER_NCCL, limits.items()):
         lost = time_lost(schedule, pp, virtual, m)
+        limit = 1.06 if (schedule.__name__, pp, m) == ("dualpipe_v", 3, 5) else limit
         assert max(lost.values()) <= limit, (schedule.__name__, virtual, m, lost)
 
 
