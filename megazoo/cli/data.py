@@ -61,6 +61,7 @@ def open_data(run: Run, model: Model) -> Data:
             packing=options.data.packing,
             labels=run.labels,
             positions=positions_in(run.state.get("data") or [], run.sources.names),
+            evaluates=options.evaluation.eval_steps > 0,
             report=print_rank_0,
         )
     if is_rank_zero():

@@ -64,6 +64,7 @@ def open_datasets(
     packing: bool = False,
     labels: Labels | None = None,
     positions: Sequence[dict | None] | None = None,
+    evaluates: bool = True,
     report: Callable[[str], None] = lambda _: None,
 ) -> Parts:
     """Open the sources and return the blends of a run.
@@ -75,6 +76,7 @@ def open_datasets(
     run; those of a stream alternate. Only training data is shuffled.
     vocab_size: the model's. labels: of a classifier's data, which is JSONL with them, or "mock".
     positions: where training goes on in each streamed source, as `Blend.positions` says.
+    evaluates: whether validation and test data are used: only then they must not be empty.
     report: is told what is cut, and of text how many documents it is. The other arguments are as
     the settings of those names say. Raises UserError for what can't be opened, or leaves nothing to
     train on.
@@ -95,6 +97,7 @@ def open_datasets(
             sources.names, positions or [None] * len(sources.names), strict=True
         )
     ]
+    kinds = PARTS if evaluates else PARTS[:1]
     for name, parts in zip(sources.names, datasets, strict=True):
         _tell_cuts(name, parts, seq_length, report)
         if not labels and is_text(Path(name)) and not has_objects(Path(name)):
@@ -104,9 +107,11 @@ def open_datasets(
             report(f"{name}: {what}")
         if isinstance(parts[0], StreamedTexts):
             report(f"{name}: streamed, shuffled within blocks of {parts[0].block:,} samples")
-        _check_parts(name, parts, sources.shares, seq_length)
+        _check_parts(name, kinds, parts, sources.shares, seq_length)
     training, *held_out = (
-        Blend(parts, sources.weights, seed if kind == "training" else None) if share else None
+        Blend(parts, sources.weights, seed if kind == "training" else None)
+        if share and kind in kinds
+        else None
         for kind, parts, share in zip(
             PARTS, zip(*datasets, strict=True), sources.shares, strict=True
         )
@@ -147,10 +152,12 @@ def _enough(lengths: list[int], how: str = "") -> str:
     return f"--seq-length {most} keeps {kept}{how}"
 
 
-def _check_parts(name: str, parts: list, shares: tuple[float, ...], seq_length: int) -> None:
-    """Raise UserError if the split leaves a part of a source without a sample."""
+def _check_parts(
+    name: str, kinds: Sequence[str], parts: list, shares: tuple[float, ...], seq_length: int
+) -> None:
+    """Raise UserError if the split leaves a part of a source, of these kinds, without a sample."""
     for kind, part, share in zip(PARTS, parts, shares, strict=True):
-        if share and not len(part):
+        if kind in kinds and share and not len(part):
             if needed := getattr(part, "needed", None):
                 of_kind = "" if kind == "training" else f"{kind} "
                 raise UserError(

@@ -132,6 +132,9 @@ def test_a_part_without_samples_is_refused(token_files, tmp_path):
     ):
         with pytest.raises(UserError, match=f"{token_files}: {message}"):
             open_all(token_files, split=split, seq_length=seq_length)
+    training, *held_out = open_all(token_files, split="98,1,1", seq_length=4, evaluates=False)
+    assert len(training)
+    assert held_out == [None, None]
     (tmp_path / "empty.bin").touch()
     write_index(tmp_path / "empty.idx", np.array([], int), np.dtype(np.uint16))
     with pytest.raises(UserError, match=f"{tmp_path}/empty has no tokens"):
