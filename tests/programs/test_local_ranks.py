@@ -12,7 +12,7 @@ from tests.support.pretraining import ROOT
 from tests.support.programs import python
 
 PROGRAM = """
-import os, signal, sys, threading
+import os, signal, sys, threading, time
 from megazoo.cli.launch.starting import start_missing_ranks
 from megazoo.cli.launch.local_ranks import PASSED_ON
 from megazoo.cli.mistakes import user_files
@@ -32,6 +32,18 @@ assert "GROUP_RANK" not in os.environ
 assert os.getsid(0) == os.getpid()
 assert os.environ["MEGAZOO_LAUNCHER"] == str(os.getppid()) or how != "fork"
 print("forked" if began == os.getppid() else "anew", rank, os.environ["WORLD_SIZE"])
+ready = __file__ + ".ready"
+if words[rank] == "late":
+    noted = []
+    signal.signal(signal.SIGTERM, lambda *_: noted.append(1))
+    open(ready, "w").close()
+    while not noted:
+        time.sleep(0.01)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    time.sleep(5)
+    print("not ended")
+while "late" in words and not os.path.exists(ready):
+    time.sleep(0.01)
 if words[rank] == "die":
     os.kill(os.getpid(), signal.SIGKILL)
 sys.exit(int(words[rank]))
@@ -93,3 +105,11 @@ def test_a_forked_rank_that_fails_ends_the_program(tmp_path, word, code, line):
     assert done.returncode == code
     assert line in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_a_rank_that_only_noted_the_signal_is_ended(tmp_path):
+    """Such as one whose own error ends its training, and which then waits for rank 0's message."""
+    done = run(tmp_path, "fork", "late", "die")
+    assert done.returncode == 137
+    assert "not ended" not in done.stdout

@@ -125,6 +125,9 @@ class LocalRanks:
                     deadline = time.monotonic() + PATIENCE
             elif time.monotonic() > deadline:
                 self._send(signal.SIGKILL)
+            else:  # a rank may have noted the first SIGTERM, but not acted on it before its error
+                ready = [p for p in running if not _catches(p.pid, signal.SIGTERM)]
+                self._send(signal.SIGTERM, ready)
         return failed
 
     def _start(self, rank: int) -> bool:
@@ -187,8 +190,8 @@ class LocalRanks:
             return
         self._send(number)
 
-    def _send(self, number: int) -> None:
-        for process in self._running():
+    def _send(self, number: int, processes: list[subprocess.Popen | Fork] | None = None) -> None:
+        for process in self._running() if processes is None else processes:
             # A rank that is not training yet has nothing to save, and SIGINT would make it print a
             # traceback.
             waits = number == signal.SIGINT and not _catches(process.pid, signal.SIGUSR1)
