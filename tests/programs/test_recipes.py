@@ -85,7 +85,8 @@ def test_a_copy_is_the_file_and_its_command_names_it(tmp_path, capsys):
         recipes.main(["mixture"])
 
 
-@pytest.mark.parametrize("name", marked_slow(PLANNED, lambda _, name: name not in FAST))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLANNED)
 def test_the_memory_in_the_comments_is_that_of_the_planner(name, monkeypatch, capsys):
     text = " ".join(line.lstrip("# ") for line in recipes.text_of(name).splitlines())
     command, gigabytes = re.search(
