@@ -33,30 +33,22 @@ def losses(metrics, key="loss"):
     return {each["step"]: each[key] for each in records(metrics) if key in each}
 
 
-def test_thirty_conversations_train_and_validate_in_any_layout(files, ranks, tmp_path, capsys):
+@pytest.mark.parametrize("layout", ["--pp", pytest.param("--dp", marks=pytest.mark.slow)])
+def test_thirty_conversations_train_and_validate(layout, files, ranks, tmp_path, capsys):
     """The validation rows are fewer than a batch, and not a multiple of the replicas."""
-    runs = {"one": [], "pp": ["--pp", "2"], "dp": ["--dp", "2"]}
-    for name, layout in runs.items():
-        saved = ["--save", str(tmp_path / name), "--metrics", str(tmp_path / name / "metrics")]
-        words = [*files, *layout, *saved, "--split", "0.9,0.1,0.0"]
-        if layout:
-            ranks(pretrain.main, 2, words)
-        else:
-            pretrain.main(words)
-            out = capsys.readouterr().out
-    assert re.search(
-        r"defaults for 27 training rows: --epochs 3, --global-batch-size 8, so 11", out
-    )
-    trained, validated = (
-        losses(tmp_path / "one" / "metrics", key) for key in ("loss", "eval_loss")
-    )
+    one, two = tmp_path / "one", tmp_path / "two"
+    words = [*files, "--split", "0.9,0.1,0.0"]
+    pretrain.main([*words, "--metrics", str(one)])
+    start = capsys.readouterr().out
+    assert "defaults for 27 training rows: --epochs 3, --global-batch-size 8, so 11" in start
+    saved = ["--save", str(tmp_path / "run"), "--metrics", str(two)]
+    ranks(pretrain.main, 2, [*words, *saved, layout, "2"])
+    trained, validated = losses(one), losses(one, "eval_loss")
     assert list(trained) == [*range(1, 12)]
     assert trained[11] < trained[1]
-    for name in ("pp", "dp"):
-        assert losses(tmp_path / name / "metrics") == pytest.approx(trained, rel=1e-5)
-        found = losses(tmp_path / name / "metrics", "eval_loss")
-        assert found == pytest.approx(validated, rel=1e-5)
-    assert (tmp_path / "pp" / "latest").read_text().strip() == "step_00000011"
+    assert losses(two) == pytest.approx(trained, rel=1e-5)
+    assert losses(two, "eval_loss") == pytest.approx(validated, rel=1e-5)
+    assert (tmp_path / "run" / "latest").read_text().strip() == "step_00000011"
 
 
 def test_a_resumed_run_keeps_the_batch_that_followed_from_the_rows(files, tmp_path):
