@@ -25,7 +25,7 @@ from megazoo.cli.launch.starting import after_rank_zero, data_parallel_size, sta
 from megazoo.cli.optimizer import make_optimizer
 from megazoo.cli.program import run_command
 from megazoo.cli.recorder import Recorder
-from megazoo.cli.rules import check_run, parse_stage_layers
+from megazoo.cli.rules import check_run
 from megazoo.cli.run import Run, notes_on_changes
 from megazoo.cli.settings import resolve
 from megazoo.cli.summary import introduce, show, summary
@@ -44,7 +44,6 @@ from megazoo.parallel.compile import check_compiler
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.device import set_fp32_precision
 from megazoo.parallel.failure import propagate_errors
-from megazoo.parallel.schedule import placement_named_by
 from megazoo.parallel.timing import Stopwatch, spent
 from megazoo.terminal import count_bar, print_rank_0
 from megazoo.tokenizer import open_tokenizer
@@ -111,19 +110,8 @@ def start_ranks(run: Run) -> ParallelContext:
     if needs_preparation(run.sources) or run.options.logging.record:
         # before any rank waits in a collective, which ends after --timeout
         _store = after_rank_zero(lambda: prepare_inputs(run))
-    ctx = ParallelContext.from_torch(
-        parallel.tp,
-        parallel.pp,
-        context_parallel_size=parallel.cp,
-        context_parallel_method=parallel.cp_method,
-        sequence_parallel=parallel.sequence_parallel,
-        virtual_pipeline_size=parallel.virtual_pp,
-        placement=placement_named_by(parallel.schedule),
-        stage_layers=parse_stage_layers(parallel.stage_layers),
-        folded=parallel.folded,
-        device=parallel.device,
-        timeout=timedelta(seconds=parallel.timeout),
-    )
+    layout = parallel.layout(run.options.replicas)
+    ctx = ParallelContext.of_layout(layout, parallel.device, timedelta(seconds=parallel.timeout))
     with propagate_errors(ctx) as call:
         if call:
             call.agree("megazoo pretrain", run, {})

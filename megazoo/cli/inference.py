@@ -13,7 +13,7 @@ from megazoo.cli.flags import File, Name, Source
 from megazoo.cli.launch.starting import data_parallel_size, start_missing_ranks
 from megazoo.cli.options import AS_STORED, ImportOption, VerifyOption
 from megazoo.cli.parsing import required
-from megazoo.cli.rules import check_expert_parallel, check_value, parse_stage_layers
+from megazoo.cli.rules import check_expert_parallel, check_value
 from megazoo.cli.tokenizer import find_tokenizer
 from megazoo.environment import world_size
 from megazoo.errors import UserError
@@ -24,6 +24,7 @@ from megazoo.models.base import Model
 from megazoo.models.pretrained import load_weights
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.device import choose_device, set_fp32_precision
+from megazoo.parallel.layout import Layout
 from megazoo.terminal import note_rank_0, print_error
 from megazoo.tokenizer import Tokenizer, open_tokenizer
 from megazoo.tokenizer.templates import chat_templates_in
@@ -97,15 +98,15 @@ def load_for_inference(
     if config.num_labels:
         config = with_pad_token(config, source, tokenizer)
     source.model.check(config, options.tp, options.pp)
-    stage_layers = parse_stage_layers(options.stage_layers)
     dp = _data_parallel_size(options)
     check_expert_parallel(config, options.ep, dp, options.cp)
     # The ranks of --cp are replicas here: generation and scoring need full sequences.
-    replicas, folded = dp * options.cp, {"ep": options.ep} if options.ep > 1 else {}
-    layout = ParallelContext.virtual(
-        options.tp, options.pp, replicas, stage_layers=stage_layers, folded=folded
+    replicas = dp * options.cp
+    layout = Layout(
+        options.tp, options.pp, replicas, ep=options.ep, stage_layers=options.stage_layers
     )
-    source.model.all_stages(config, layout)  # raises if the layers cannot be partitioned so
+    # raises if the layers cannot be partitioned so
+    source.model.all_stages(config, ParallelContext(layout))
     local_ranks = options.tp * options.pp * replicas if world_size() == 1 else None
     choose_device(options.device, local_ranks)
     start_missing_ranks(
@@ -118,13 +119,7 @@ def load_for_inference(
     )
     if note:
         note_rank_0(note)
-    ctx = ParallelContext.from_torch(
-        options.tp,
-        options.pp,
-        stage_layers=stage_layers,
-        folded=folded,
-        device=options.device,
-    )
+    ctx = ParallelContext.of_layout(layout, options.device)
     set_fp32_precision(options.fp32_precision)
     dtype = (
         getattr(torch, options.dtype)

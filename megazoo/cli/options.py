@@ -14,6 +14,7 @@ from tyro.conf import Positional
 
 from megazoo.cli.flags import TO_FILL, File, Filled, Name, Source, mandatory, unset
 from megazoo.environment import world_size
+from megazoo.parallel.layout import Layout
 from megazoo.parallel.schedule import SCHEDULES
 
 if TYPE_CHECKING:
@@ -134,10 +135,10 @@ class ParallelOptions:
     schedule: ScheduleName = "1f1b"
     """Pipeline schedule: one of these, or one that --import registers. zb-h1 (zero bubble) delays
     weight gradients into idle time: one third of the 1F1B bubble, but more memory on later stages.
-    zb-v, v-half, v-min and dualpipe-v need --virtual-pp 2 and place the first and the last stage on
-    the first rank. zb-v: a sixth of the 1F1B bubble, and the memory of 1F1B's first rank on every
-    rank. v-half: half of the bubble and of the memory. v-min: two thirds of the bubble and a third
-    of the memory. dualpipe-v: a sixth of the bubble; it pairs a forward with a full backward."""
+    zb-v, v-half, v-min and dualpipe-v have two stages per rank, the first rank the first and the
+    last stage. zb-v: a sixth of the 1F1B bubble, and the memory of 1F1B's first rank on every rank.
+    v-half: half of the bubble and of the memory. v-min: two thirds of the bubble and a third of the
+    memory. dualpipe-v: a sixth of the bubble; it pairs a forward with a full backward."""
     zero: Literal[0, 1] = 0
     """ZeRO stage. 1: shard the state and the update of the optimizer over the ranks of dp and cp;
     each rank has 1 / (dp x cp) of the state of its parameters. 0: each rank has all of this
@@ -155,10 +156,10 @@ class ParallelOptions:
         """The number of ranks per replica."""
         return self.tp * self.pp * self.cp
 
-    @property
-    def folded(self) -> dict[str, int]:
-        """The axes that are folded into dp x cp, with their sizes."""
-        return {"ep": self.ep} if self.ep > 1 else {}
+    def layout(self, dp: int) -> Layout:
+        """Return the layout. dp: the data-parallel size."""
+        names = {f.name for f in fields(Layout)} & {f.name for f in fields(self)}
+        return Layout(**{name: getattr(self, name) for name in names} | {"dp": dp})
 
 
 @dataclass

@@ -1,14 +1,12 @@
 """Plan a run from its settings, and format the plan as text."""
 
 from megazoo.cli.options import Options, default_dtype
-from megazoo.cli.rules import check_expert_parallel, parse_stage_layers
+from megazoo.cli.rules import check_expert_parallel
 from megazoo.cli.settings import Settings
 from megazoo.cli.text import ranges, size, table, without
 from megazoo.lora.settings import LoRASettings
 from megazoo.lora.source import open_adapter
 from megazoo.models.counts import whole_model
-from megazoo.parallel.context import ParallelContext
-from megazoo.parallel.schedule import placement_named_by
 from megazoo.parallel.sizes import product_of
 from megazoo.planning import Plan, PlannedRun, Planner
 
@@ -48,15 +46,13 @@ def planned_run(options: Options, device: str) -> PlannedRun:
         options: settings, with all defaults.
         device: "cuda" or "cpu".
     """
-    training, parallel = options.training, options.parallel
+    training = options.training
     return PlannedRun(
         micro_batch_size=training.micro_batch_size,
         global_batch_size=training.global_batch_size,
         seq_length=training.seq_length,
         dtype=training.dtype or default_dtype(device),
-        schedule=parallel.schedule,
-        zero=parallel.zero,
-        offload_optimizer=parallel.offload_optimizer,
+        offload_optimizer=options.parallel.offload_optimizer,
         recompute=training.recompute,
         recompute_interval=training.recompute_interval,
         optimizer=options.optimizer.optimizer,
@@ -74,20 +70,8 @@ def plan_of(planner: Planner, options: Options, dp: int, device: str) -> Plan:
         device: "cpu" or "cuda".
     """
     parallel, run = options.parallel, planned_run(options, device)
-    sequence_parallel = parallel.sequence_parallel
-    layout = ParallelContext.virtual(
-        parallel.tp,
-        parallel.pp,
-        dp,
-        cp=parallel.cp,
-        cp_method=parallel.cp_method,
-        sequence_parallel=device == "cuda" if sequence_parallel is None else sequence_parallel,
-        virtual=parallel.virtual_pp,
-        placement=placement_named_by(parallel.schedule),
-        stage_layers=parse_stage_layers(parallel.stage_layers),
-        folded=parallel.folded,
-    )
     check_expert_parallel(planner.config, parallel.ep, dp, parallel.cp)
+    layout = parallel.layout(dp).settled(device)
     planner.check(layout, run)
     return planner.plan(layout, run)
 

@@ -21,7 +21,7 @@ from megazoo.models.pretrained import with_labels
 from megazoo.models.registry import FAMILIES, family_of, find_config, tiny_preset
 from megazoo.models.rules import check_batch, check_layout, check_offload, check_sequence
 from megazoo.parallel.context import ParallelContext
-from megazoo.parallel.schedule import placement_named_by
+from megazoo.parallel.layout import Layout
 
 AT_LEAST_1 = (
     "tp pp virtual_pp cp ep dp steps epochs global_batch_size micro_batch_size seq_length "
@@ -173,22 +173,12 @@ def check_run(
         )
     if is_muon and not muon_lr:
         raise UserError("--muon-lr must be above 0: the learning rate of AdamW is scaled with it")
-    layout = ParallelContext.virtual(
-        parallel.tp,
-        parallel.pp,
-        dp if parallel.folded else 1,
-        cp=parallel.cp,
-        cp_method=parallel.cp_method,
-        virtual=parallel.virtual_pp,
-        placement=placement_named_by(parallel.schedule),
-        stage_layers=parse_stage_layers(parallel.stage_layers),
-        folded=parallel.folded,
-    )
-    check_layout(model, config, layout, parallel.schedule)
+    layout = parallel.layout(dp)
+    check_layout(model, config, layout)
     check_trained(options, config, weights)
     check_batch(training.global_batch_size, training.micro_batch_size, dp)
     count = training.global_batch_size // dp // training.micro_batch_size
-    check_joint_losses(declared_losses(whole_model(config)), layout, parallel.schedule, count)
+    check_joint_losses(declared_losses(whole_model(config)), layout, count)
     for name in ("packing", "separate_documents") if config.num_labels else ():
         if getattr(options.data, name):
             raise UserError(
@@ -223,7 +213,7 @@ def check_expert_parallel(config, ep: int, dp: int, cp: int) -> None:
     if dp * cp % ep:
         fits = [size for size in range(1, dp * cp + 1) if dp * cp % size == 0]
         raise UserError(f"--ep {ep} does not divide dp x cp = {dp * cp}: use --ep {any_of(fits)}")
-    ctx = ParallelContext.virtual(dp=ep, folded={"ep": ep})
+    ctx = ParallelContext(Layout(dp=ep, ep=ep))
     model = FAMILIES[family_of(config)].on_meta(config, ctx)
     if not any(entry.spec.shard_over("ep") for entry in model.entries()):
         raise UserError(
@@ -287,14 +277,6 @@ def _check_writable(flag: str, directory: Path) -> None:
         raise UserError(f"{flag}: {existing} is not a directory")
     if not os.access(existing, os.W_OK):
         raise UserError(f"{flag}: no permission to write in {existing}")
-
-
-def parse_stage_layers(text: str) -> str | tuple[int, ...]:
-    """Parse --stage-layers: balanced, uniform, or the number of layers of each stage."""
-    try:
-        return tuple(int(word) for word in text.split(","))
-    except ValueError:
-        return text
 
 
 def check_steps(options: Options, first_step: int) -> None:

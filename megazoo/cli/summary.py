@@ -107,8 +107,8 @@ def introduce(run: Run, ctx: ParallelContext) -> None:
         f"{family_of(run.config)}, {_kind_of(run)}{parameters_of(total, total - of_model)}, "
         f"on {ctx.world_size} x {ctx.device.type}: "
         f"{product_of(ctx.tp_size, ctx.pp_size, ctx.dp_size, ctx.cp_size)}"
-        + "".join(f", {axis} {size}" for axis, size in ctx.folded_sizes)
-        + (", cp-method ulysses" if ctx.cp_size > 1 and ctx.cp_method == "ulysses" else "")
+        + "".join(f", {axis} {size}" for axis, size in ctx.layout.folded_sizes)
+        + (", cp-method ulysses" if ctx.cp_size > 1 and ctx.layout.cp_method == "ulysses" else "")
         + (", sequence parallel" if ctx.sequence_parallel else "")
         + run.note_on_precision(ctx.device.type)
     )

@@ -13,6 +13,7 @@ from megazoo.layers.layer import declared
 from megazoo.parallel.axes import Axis
 from megazoo.parallel.collectives import all_reduce_over, broadcast_from_stage
 from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.layout import Layout
 from megazoo.parallel.schedule import Exchange, schedule_named
 
 
@@ -48,14 +49,12 @@ def check_order(names: dict[str, int] | None, table: Iterable, count: int) -> No
         )
 
 
-def check_joint_losses(
-    names: dict[str, int] | None, layout: ParallelContext, schedule: str, count: int
-) -> None:
-    """Raise UserError if there are joint losses, and the schedule of this name does not support
-    them in a layout. names: see `declared_losses`. count: number of micro-batches."""
+def check_joint_losses(names: dict[str, int] | None, layout: Layout, count: int) -> None:
+    """Raise UserError if there are joint losses, and the schedule of a layout does not support
+    them. names: see `declared_losses`. count: number of micro-batches."""
     if any((names or {}).values()):
-        sizes = layout.pp_size, layout.virtual_size, count
-        check_order(names, schedule_named(schedule)(layout.placement.last_rank, *sizes), count)
+        schedule, last = schedule_named(layout.schedule), layout.placement.last_rank
+        check_order(names, schedule(last, layout.pp, layout.virtual_pp, count), count)
 
 
 def losses_of(

@@ -43,7 +43,8 @@ class BatchCalls:
         """Return the values that must be equal on the ranks that call this model."""
         settings = {"family": self.family, "seed": self.seed, "training mode": self.training}
         # dropout masks are drawn by the number of training calls
-        terms = Terms(rows={"the number of training calls": self.engine.calls})
+        rows = {"the number of training calls": self.engine.calls}
+        terms = Terms({"schedule": self.ctx.layout.schedule}, rows=rows)
         terms.take({f"the model's {name}": value for name, value in settings.items()})
         terms.take_config(self.config)
         if self.has_last:
@@ -138,7 +139,7 @@ class BatchCalls:
         document_ids: torch.Tensor | None = None,
         sequence_length: int | None = None,
         num_microbatches: int = 1,
-        schedule: str = "1f1b",
+        schedule: str | None = None,
         step: int | None = None,
         loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
     ) -> torch.Tensor:
@@ -163,7 +164,8 @@ class BatchCalls:
                 part of the sequence: the number of tokens of the full sequence. See `Batch`.
             num_microbatches: number of micro-batches; it must divide the batch.
             schedule: name of the pipeline schedule, one of
-                `megazoo.parallel.schedule.SCHEDULES`, for example "1f1b".
+                `megazoo.parallel.schedule.SCHEDULES`; default: that of the context, "1f1b". It
+                must place the stages as the context does.
             step: number from which the dropout masks are drawn; default: the number of calls.
             loss_fn: custom loss, called on the last stage as loss_fn(logits, labels), with logits
                 fp32 [rows, sequence, vocabulary] and labels as given. It returns the mean of a
@@ -191,6 +193,7 @@ class BatchCalls:
             document_ids,
             sequence_length,
         )
+        schedule = schedule or self.ctx.layout.schedule
         return self.engine.train_batch(batch, num_microbatches, schedule, step, loss_fn)
 
     def microbatches(

@@ -195,7 +195,7 @@ class TrainingEngine:
         if needed != found:
             raise UserError(
                 f"schedule {schedule} needs placement {needed}, but the model's context has "
-                f"{found}: create the context with placement={needed!r}, or use another schedule"
+                f"{found}: create the context with schedule={schedule!r}, or use another schedule"
             )
 
     def _require_labels(self, batches: list[MicroBatch]) -> None:

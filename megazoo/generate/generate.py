@@ -230,7 +230,7 @@ def _new_tokens(
 def _generating(model):
     """Within this block, dropout and sequence parallelism are off, because one token can't be
     split."""
-    whole = replace(model.ctx, sequence_parallel=False)
+    whole = replace(model.ctx, layout=replace(model.ctx.layout, sequence_parallel=False))
     with (
         using_context(model, whole),
         without_dropout(model),

@@ -37,7 +37,7 @@ Kernel = Callable[..., torch.Tensor]
 def check_heads(heads: int, ctx: ParallelContext) -> None:
     """Raise UserError if there are fewer heads than ulysses ranks. heads: the smallest number of
     heads on a tp rank."""
-    if ctx.cp_method == "ulysses" and heads < ctx.cp_size:
+    if ctx.layout.cp_method == "ulysses" and heads < ctx.cp_size:
         raise UserError(
             f"cp-method ulysses can't split the {heads} heads of a tensor-parallel rank "
             f"over cp {ctx.cp_size}: use cp of at most {heads}, or cp-method allgather"
@@ -84,7 +84,7 @@ def attend_across_ranks(
         keep: whether to save the gathered keys and values for a backward that follows immediately,
             instead of gathering them again.
     """
-    if ctx.cp_method == "ulysses":
+    if ctx.layout.cp_method == "ulysses":
         return _with_some_heads(kernel, q, k, v, masks, ctx)
     return _with_all_keys(kernel, q, k, v, masks, ctx, keep)
 

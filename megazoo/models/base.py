@@ -173,7 +173,7 @@ class Model(BatchCalls, Freezing, Saving, nn.Module):
         """Partition the layers into the stages of all ranks, in the order of the forward."""
         costs = cls.stage_costs(config)
         return cut_into_stages(
-            config.layers, ctx.stage_count, ctx.stage_layers, costs, ctx.placement
+            config.layers, ctx.stage_count, ctx.layout.stage_layers, costs, ctx.placement
         )
 
     @classmethod

@@ -1,5 +1,6 @@
 """How a rank's stages are made: without memory, then on the device, then filled."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -86,12 +87,11 @@ def _make(family: type, config: Any, ctx: ParallelContext, seed: int, draw: int 
 
 def _make_elsewhere(family: type, config: Any, ctx: ParallelContext, pp_rank: int | None) -> Any:
     """Build the stages of a pipeline rank on the meta device; with None, the complete model."""
-    size: dict[str, Any] = {"tp": ctx.tp_size, "sequence_parallel": ctx.sequence_parallel}
-    size |= {"cp": ctx.cp_size, "cp_method": ctx.cp_method}
-    if pp_rank is not None:
-        size |= {"pp": ctx.pp_size, "virtual": ctx.virtual_size, "placement": ctx.placement.name}
-        size |= {"rank": pp_rank * ctx.cp_size * ctx.tp_size, "stage_layers": ctx.stage_layers}
-    return make_on_meta(family, config, ParallelContext.virtual(**size))
+    layout = ctx.layout.with_replicas(1)
+    if pp_rank is None:
+        return make_on_meta(family, config, ParallelContext(layout.without_stages()))
+    first = ParallelContext(layout)
+    return make_on_meta(family, config, replace(first, rank=first.rank_at(pp=pp_rank)))
 
 
 def _advise_of_empty_stages(family: type, config: Any, ctx: ParallelContext) -> None:

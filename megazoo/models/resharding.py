@@ -11,6 +11,7 @@ from megazoo.checkpoint.writing import BytesWritten, LazyTensor
 from megazoo.files import in_threads
 from megazoo.models.source import ModelSource
 from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.layout import Layout
 from megazoo.parallel.module import NamedParameter
 from megazoo.parallel.shard import ParameterSpec
 
@@ -31,9 +32,10 @@ def write_shards(
     """
     config, family = source.config, source.model
     family.check(config, tp, pp)
+    layout = Layout(tp, pp)
 
     def write(rank: int) -> dict:
-        ctx = ParallelContext.virtual(tp, pp, rank=rank)
+        ctx = ParallelContext(layout, rank)
 
         def weight_of(entry: NamedParameter) -> LazyTensor:
             stored = source.dtype_of(entry.name)
@@ -53,15 +55,14 @@ def write_shards(
 
     with new_directory(directory, overwrite, source.path) as staging:
         with verifying(source, source.all_files(states=True), ParallelContext()):
-            written = in_threads(write, range(tp * pp))
+            written = in_threads(write, range(layout.ranks))
         for of_rank in written:
             check_rank(staging, of_rank)
-        layout = ParallelContext.virtual(tp, pp)
         write_manifest(
             staging,
             family.family,
             config,
-            layout,
+            ParallelContext(layout),
             written,
             source.trainer,
             source.sidecar_files,

@@ -5,22 +5,21 @@ from typing import Any
 from megazoo.errors import UserError
 from megazoo.models.base import Model
 from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.layout import Layout
 from megazoo.parallel.schedule import check_schedule
 
 
-def check_layout(family: type[Model], config: Any, layout: ParallelContext, schedule: str) -> None:
-    """Raise UserError if the model can't be sharded in a layout, or the schedule does not support
-    it. layout: the context of any rank."""
-    tp, pp, virtual = layout.tp_size, layout.pp_size, layout.virtual_size
-    family.check(config, tp, pp, virtual)
+def check_layout(family: type[Model], config: Any, layout: Layout) -> None:
+    """Raise UserError if the model can't be sharded in a layout, or its schedule does not support
+    it."""
+    family.check(config, layout.tp, layout.pp, layout.virtual_pp)
     # Each of these calls raises UserError for an invalid layout.
-    check_schedule(schedule, pp, virtual)
-    family.all_stages(config, layout)
-    if layout.folded:  # each of its ranks needs equally many experts
-        family.on_meta(config, layout)
-    if layout.cp_size > 1 and layout.cp_method == "ulysses":  # each rank needs a head
-        of_ulysses = ParallelContext.virtual(tp, cp=layout.cp_size, cp_method="ulysses")
-        family.on_meta(config, of_ulysses)
+    check_schedule(layout.schedule, layout.pp, layout.virtual_pp)
+    family.all_stages(config, ParallelContext(layout))
+    if layout.folded_sizes:  # each of its ranks needs equally many experts
+        family.on_meta(config, ParallelContext(layout))
+    if layout.cp > 1 and layout.cp_method == "ulysses":  # each rank needs a head
+        family.on_meta(config, ParallelContext(layout.with_replicas(1).without_stages()))
 
 
 def check_batch(global_batch_size: int, micro_batch_size: int, dp: int) -> None:

@@ -15,6 +15,7 @@ from megazoo.checkpoint.source import TensorSource
 from megazoo.errors import UserError
 from megazoo.models.registry import FAMILIES, config_from_dict, family_named, family_of
 from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.layout import Layout
 from megazoo.parallel.shard import ParameterSpec
 from megazoo.tokenizer import has_tokenizer
 
@@ -133,9 +134,8 @@ class SavedSource(ModelSource, Checkpoint):
         """Raise UserError if a weight is not sharded as in the model, for the layout of the run
         that wrote it: its rows would be read in the wrong order."""
         layout, folded = self.layout, self.layout.get("folded")
-        writers = ParallelContext.virtual(
-            layout["tp"], dp=layout["dp"] if folded else 1, folded=folded
-        )
+        dp, axes = layout["dp"] if folded else 1, tuple((folded or {}).items())
+        writers = ParallelContext(Layout(layout["tp"], dp=dp, folded=axes))
         for entry in saved_entries(self.on_meta(writers)):
             stored = spec_from_manifest(self.tensors[entry.name])
             if stored.shards != entry.spec.shards_in(writers):

@@ -1,6 +1,5 @@
 """The mesh of all ranks, the place of a rank in it, and the process groups along its axes."""
 
-import math
 import os
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
@@ -32,9 +31,9 @@ from megazoo.parallel.groups import (
     solitary_group,
     warm_up,
 )
+from megazoo.parallel.layout import AXES, ONE_RANK, Layout, schedule_placed
 from megazoo.parallel.placement import Placement
 from megazoo.parallel.sizes import (
-    check_folded,
     check_sizes,
     check_timeout,
     data_parallel_size_for,
@@ -48,10 +47,6 @@ from megazoo.parallel.startup import (
     world_and_rank,
 )
 
-# The axes of the mesh, slowest to fastest: tp ranks are neighbours, so that they are on one node.
-AXES = ("pp", "dp", "cp", "tp")
-# How attention communicates between cp ranks: see megazoo/layers/context_parallel.py.
-CP_METHODS = ("allgather", "ulysses")
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 NO_RANKS = "a virtual context has no other ranks: it can build a model, but not run it"
 
@@ -82,23 +77,16 @@ class ParallelContext(ShortNames):
         model = megazoo.from_config("gpt2-tiny", ctx)  # tp 2, dp 2
     """
 
-    sizes: tuple[int, ...] = (1,) * len(AXES)  # along each of AXES
+    layout: Layout = ONE_RANK
     rank: int = 0  # in the world
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     mesh: DeviceMesh | None = field(default=None, repr=False)
     # group of the ranks along dp and cp, if both are above 1
     joint_group: dist.ProcessGroup | None = field(default=None, repr=False)
-    folded_sizes: tuple[tuple[str, int], ...] = ()  # names and sizes of the axes in `folded`
-    # groups along each of these axes, and of its replicas
+    # groups along each of the folded axes, and of its replicas
     folded_groups: tuple[tuple[dist.ProcessGroup, dist.ProcessGroup], ...] = field(
         default=(), repr=False
     )
-    # whether each tp rank has its part of the sequence between tensor-parallel regions
-    sequence_parallel: bool = False
-    cp_method: str = "allgather"  # one of CP_METHODS
-    # which rank of the pipeline has which stage
-    placement: Placement = field(default_factory=Placement)
-    stage_layers: str | tuple[int, ...] = "balanced"  # or "uniform", or the layers of each stage
     name: str = field(default="", repr=False)  # unique, the same on all ranks
     calls: dict[str, int] = field(
         default_factory=dict, repr=False
@@ -118,18 +106,21 @@ class ParallelContext(ShortNames):
     folded: dict[str, FoldedAxis] = field(init=False, repr=False)
 
     def __post_init__(self):
+        layout = self.layout
+        if not 0 <= self.rank < layout.ranks:
+            sizes = product_of(layout.tp, layout.pp, layout.dp, layout.cp)
+            raise UserError(f"rank {self.rank} is not in a world of {sizes} = {layout.ranks} ranks")
+        object.__setattr__(self, "layout", layout.settled(self.device.type))  # it is frozen
         place = self.place_of(self.rank)
         axes = {
             name: Axis(size, place[name], self._group_along(name, size, place[name]))
-            for name, size in zip(AXES, self.sizes, strict=True)
+            for name, size in zip(AXES, layout.sizes, strict=True)
         }
         axes["token_axis"] = joined(axes["dp"], axes["cp"], self.joint_group)
         for name, axis in axes.items():
-            object.__setattr__(self, name, axis)  # the dataclass is frozen
-        folded = folded_into(self.token_axis, self.folded_sizes, self.folded_groups)
+            object.__setattr__(self, name, axis)
+        folded = folded_into(self.token_axis, layout.folded_sizes, self.folded_groups)
         object.__setattr__(self, "folded", folded)
-        if self.tp.size == 1:
-            object.__setattr__(self, "sequence_parallel", False)
 
     @classmethod
     def from_torch(
@@ -142,7 +133,8 @@ class ParallelContext(ShortNames):
         context_parallel_method: str = "allgather",
         sequence_parallel: bool | None = False,
         virtual_pipeline_size: int = 1,
-        placement: str = "loop",
+        schedule: str | None = None,
+        placement: str | None = None,
         stage_layers: str | Sequence[int] = "balanced",
         folded: Mapping[str, int] | None = None,
         device: str | torch.device = "auto",
@@ -169,8 +161,10 @@ class ParallelContext(ShortNames):
                 layers again. None: on CUDA only.
             virtual_pipeline_size: number of stages per rank; above 1, 1f1b is the interleaved
                 schedule.
-            placement: which rank has which stage: "loop", round-robin; or "v", for schedules that
-                require it (see megazoo/parallel/placement.py).
+            schedule: pipeline schedule of train_batch, unless it gets another one; default: "1f1b".
+                It determines which rank has which stage.
+            placement: which rank has which stage, if `schedule` is not given: "loop", round-robin;
+                or "v", for schedules that require it (see megazoo/parallel/placement.py).
             stage_layers: how layers are divided into stages: "balanced" by cost, including
                 embedding and head; "uniform" by number of layers; or the number of layers of each
                 stage.
@@ -189,28 +183,36 @@ class ParallelContext(ShortNames):
             # torchrun --nproc-per-node 8 train.py: tp 2, pp 2, dp 2
             ctx = ParallelContext.from_torch(tensor_parallel_size=2, pipeline_parallel_size=2)
         """
-        check_timeout(timeout)
         tp, pp, cp = tensor_parallel_size, pipeline_parallel_size, context_parallel_size
         check_sizes(tp, pp, cp, virtual_pipeline_size, data_parallel_size)
-        world, rank = world_and_rank()
-        dp = data_parallel_size_for(world, tp, pp, data_parallel_size, cp)
-        here = cls.virtual(
+        world, _ = world_and_rank()
+        layout = Layout(
             tp,
             pp,
-            dp,
+            data_parallel_size_for(world, tp, pp, data_parallel_size, cp),
             cp=cp,
             cp_method=context_parallel_method,
-            rank=rank,
             sequence_parallel=sequence_parallel,
-            virtual=virtual_pipeline_size,
-            placement=placement,
-            stage_layers=stage_layers,
-            folded=folded,
+            virtual_pp=virtual_pipeline_size,
+            schedule=schedule_placed(placement, schedule),
+            stage_layers=stage_layers if isinstance(stage_layers, str) else tuple(stage_layers),
+            folded=tuple((folded or {}).items()),
         )
+        return cls.of_layout(layout, device, timeout)
+
+    @classmethod
+    def of_layout(
+        cls,
+        layout: Layout,
+        device: str | torch.device = "auto",
+        timeout: timedelta = DEFAULT_TIMEOUT,
+    ) -> "ParallelContext":
+        """Return the context of this rank in a layout of all ranks, as `from_torch` does."""
+        check_timeout(timeout)
+        world, rank = world_and_rank()
+        data_parallel_size_for(world, layout.tp, layout.pp, layout.dp, layout.cp)
         device = choose_device(device)
-        if sequence_parallel is None:
-            here = replace(here, sequence_parallel=device.type == "cuda")
-        return here._started(device, timeout)
+        return cls(layout.settled(device.type), rank)._started(device, timeout)
 
     def _started(self, device: torch.device, timeout: timedelta) -> "ParallelContext":
         """Return this context on a device; start torch.distributed if needed, and close it at the
@@ -230,14 +232,14 @@ class ParallelContext(ShortNames):
 
     def _connected(self, device: torch.device, timeout: timedelta) -> "ParallelContext":
         """Return this context on a device, with its process groups. Every rank calls it."""
-        ranks = torch.arange(self.world_size).view(self.sizes)
+        ranks = torch.arange(self.world_size).view(self.layout.sizes)
         groups, joint = groups_of(ranks, device, timeout), None
         if self.dp_size > 1 and self.cp_size > 1:
             dim = AXES.index("dp")
             joint = group_along(dim, ranks.flatten(dim, dim + 1), device, timeout)
         flat = ranks.view(self.pp_size, self.token_axis.size, self.tp_size)
         folded = tuple(
-            groups_of_folded(flat, size, device, timeout) for _, size in self.folded_sizes
+            groups_of_folded(flat, size, device, timeout) for _, size in self.layout.folded_sizes
         )
         if device.type == "cuda":
             others = [*([joint] if joint else []), *chain.from_iterable(folded)]
@@ -293,26 +295,19 @@ class ParallelContext(ShortNames):
             ctx = ParallelContext.virtual(tp=2, rank=1)
             ColumnParallelLinear(8, 6, ctx=ctx).weight.shape  # [3, 8]
         """
-        size = {"tp": tp, "pp": pp, "dp": dp, "cp": cp}
-        sizes = tuple(size[axis] for axis in AXES)
-        if not 0 <= rank < math.prod(sizes):
-            world = f"{product_of(tp, pp, dp, cp)} = {math.prod(sizes)} ranks"
-            raise UserError(f"rank {rank} is not in a world of {world}")
-        if cp_method not in CP_METHODS:
-            known = " or ".join(CP_METHODS)
-            raise UserError(f"unknown cp-method {cp_method!r}: use {known}")
-        check_folded(folded or {}, dp, cp, (*AXES, "token_axis"))
-        if virtual > 1 and pp == 1:
-            raise UserError(f"virtual-pp {virtual} needs a pipeline: use pp 2 or more")
-        return cls(
-            sizes,
-            rank,
-            sequence_parallel=bool(sequence_parallel),
+        layout = Layout(
+            tp,
+            pp,
+            dp,
+            cp=cp,
             cp_method=cp_method,
-            placement=Placement(placement, pp, virtual),
+            sequence_parallel=bool(sequence_parallel),
+            virtual_pp=virtual,
+            schedule=schedule_placed(placement),
             stage_layers=stage_layers if isinstance(stage_layers, str) else tuple(stage_layers),
-            folded_sizes=tuple((folded or {}).items()),
+            folded=tuple((folded or {}).items()),
         )
+        return cls(layout, rank)
 
     def axis(self, name: str) -> Axis:
         """Return the axis with this name: one of AXES, token_axis, or a folded one."""
@@ -329,8 +324,7 @@ class ParallelContext(ShortNames):
         generation, where sequences grow token by token."""
         if self.cp_size == 1:
             return self
-        size = dict(zip(AXES, self.sizes, strict=True)) | {"dp": self.token_axis.size, "cp": 1}
-        sizes, mesh = tuple(size[name] for name in AXES), None
+        layout, mesh = replace(self.layout, dp=self.token_axis.size, cp=1), None
         if self.mesh is not None:
             groups = [axis.group for axis in self.axes if axis.size == 1]
             alone = groups[0] if groups else solitary_group(self.timeout)
@@ -343,10 +337,10 @@ class ParallelContext(ShortNames):
             mesh = DeviceMesh.from_group(
                 [group for name in AXES if (group := group_of[name])],
                 self.device.type,
-                mesh=self.mesh.mesh.view(sizes),
+                mesh=self.mesh.mesh.view(layout.sizes),
                 mesh_dim_names=AXES,
             )
-        return replace(self, sizes=sizes, mesh=mesh, joint_group=None)
+        return replace(self, layout=layout, mesh=mesh, joint_group=None)
 
     def new_cpu_group(self, timeout: timedelta | None = None) -> dist.ProcessGroup | None:
         """Create a group of all ranks for CPU tensors, for use in a separate thread; every rank
@@ -364,6 +358,16 @@ class ParallelContext(ShortNames):
             raise UserError(NO_RANKS)
 
     @property
+    def placement(self) -> Placement:
+        """Which rank of the pipeline has which stage."""
+        return self.layout.placement
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether each tp rank has its part of the sequence between tensor-parallel regions."""
+        return bool(self.layout.sequence_parallel)
+
+    @property
     def stage_count(self) -> int:
         """The number of stages of the whole pipeline."""
         return self.placement.count
@@ -375,7 +379,7 @@ class ParallelContext(ShortNames):
 
     @property
     def world_size(self) -> int:
-        return math.prod(self.sizes)
+        return self.layout.ranks
 
     @property
     def place(self) -> dict[str, tuple[int, int]]:
@@ -394,7 +398,7 @@ class ParallelContext(ShortNames):
     def place_of(self, rank: int) -> dict[str, int]:
         """Return the rank of a world rank along each axis."""
         place = {}
-        for name, size in zip(reversed(AXES), reversed(self.sizes), strict=True):
+        for name, size in zip(reversed(AXES), reversed(self.layout.sizes), strict=True):
             rank, place[name] = divmod(rank, size)
         return place
 

@@ -52,7 +52,7 @@ class SequenceCut:
         parallelism."""
         if ctx.cp_size == 1:
             return None
-        return cls(length, ctx.cp_size, ctx.cp_rank, ctx.cp_method)
+        return cls(length, ctx.cp_size, ctx.cp_rank, ctx.layout.cp_method)
 
     @property
     def chunks(self) -> tuple[range, range]:

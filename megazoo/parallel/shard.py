@@ -258,7 +258,7 @@ class ParameterSpec:
     def shards_in(self, ctx: ParallelContext) -> tuple[Shard, ...]:
         """Return its shards over tp, and over the folded axes of a context that have several
         ranks."""
-        sizes = {"tp": ctx.tp_size, **dict(ctx.folded_sizes)}
+        sizes = {"tp": ctx.tp_size, **dict(ctx.layout.folded_sizes)}
         return tuple(s for s in self.shards if s.axis == "tp" or sizes.get(s.axis, 1) > 1)
 
     def replicas(self, ctx: ParallelContext) -> Axis:

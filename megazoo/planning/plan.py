@@ -25,6 +25,7 @@ from megazoo.models.rules import check_batch, check_layout, check_offload, check
 from megazoo.parallel.actions import Action, in_flight
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.deferred import WeightQueue
+from megazoo.parallel.layout import Layout
 from megazoo.parallel.schedule import (
     backward_follows,
     schedule_named,
@@ -41,7 +42,7 @@ from megazoo.planning.meter import (
     forward_flops,
     has_one_microbatch,
 )
-from megazoo.planning.ranks import Builder, counted_parameters, place_in, resized, stage_keys
+from megazoo.planning.ranks import Builder, counted_parameters, place_in, stage_keys
 from megazoo.planning.run import PlannedRun
 from megazoo.planning.static import Static, measure_static
 
@@ -139,35 +140,35 @@ class Planner(Builder):
         """The auxiliary losses of the model: see `declared_losses`."""
         return declared_losses(whole_model(self.config))
 
-    def check(self, layout: ParallelContext, run: PlannedRun) -> None:
+    def check(self, layout: Layout, run: PlannedRun) -> None:
         """Raise UserError if the training program does not support the run."""
         self.trained(run.train_only)  # raises an error for names that do not exist
-        microbatches, stages = run.microbatches(layout.dp_size), layout.stage_count
+        microbatches, stages = run.microbatches(layout.dp), layout.placement.count
         if 2 * stages * microbatches > MOST_ACTIONS:  # a forward and a backward
             raise UserError(
                 f"{microbatches} micro-batches per step are too many to plan"
                 + (f" with {stages} stages" if stages > 1 else "")
             )
         check_offload(run.optimizer, run.offload_optimizer)
-        check_layout(self.family, self.config, layout, run.schedule)
-        check_batch(run.global_batch_size, run.micro_batch_size, layout.dp_size)
+        check_layout(self.family, self.config, layout)
+        check_batch(run.global_batch_size, run.micro_batch_size, layout.dp)
         check_sequence(self.family, self.config, run.seq_length)
-        if layout.cp_size > 1:
+        if layout.cp > 1:
             self.build(place_in(layout, 0))  # raises an error for more ranks than heads
-        check_joint_losses(self.losses, layout, run.schedule, microbatches)
+        check_joint_losses(self.losses, layout, microbatches)
 
-    def plan(self, layout: ParallelContext, run: PlannedRun) -> Plan:
+    def plan(self, layout: Layout, run: PlannedRun) -> Plan:
         """Return the plan of a run. `check` must accept the run."""
         tables = schedule_tables(layout, run)
         without_recompute = replace(run, recompute="none")
-        uncut = resized(layout, tp=1, cp=1, dp=1)
+        uncut = layout.with_replicas(1, tp=1, cp=1)
         ranks: list[RankPlan] = []
         slowest: dict[tuple[str, int], float] = {}  # maximum FLOPs, by kind of action and stage
         parameters = trainable = 0
         model_flops = 0.0
         for pp_rank, table in enumerate(tables):
             alike: dict[tuple, RankPlan] = {}
-            for tp_rank in range(layout.tp_size):
+            for tp_rank in range(layout.tp):
                 model = self.build(place_in(layout, pp_rank, tp_rank), run.train_only)
                 counted, trained = counted_parameters(model)
                 parameters, trainable = parameters + counted, trainable + trained
@@ -194,7 +195,7 @@ class Planner(Builder):
             adapter_parameters=parameters - self.of_model if self.attached else 0,
             layout=_described(layout, run),
             batch={name: getattr(run, name) for name in BATCH},
-            microbatches=run.microbatches(layout.dp_size),
+            microbatches=run.microbatches(layout.dp),
             bubble=bubble,
             bubble_of_stages=bubble_of_stages,
             step_flops=step_flops,
@@ -205,12 +206,12 @@ class Planner(Builder):
     def costs(self, model: Model, run: PlannedRun, table: list[Action]) -> list[dict[str, Cost]]:
         """Return the costs of the actions in `table`, for each stage of a rank, by kind."""
         ctx = model.ctx
-        split = splits_backward(run.schedule, ctx.pp_size, ctx.virtual_size)
+        split = splits_backward(ctx.layout.schedule, ctx.pp_size, ctx.virtual_size)
         setting = (
             ctx.tp_size,
             ctx.cp_size,
-            ctx.cp_method,
-            ctx.folded_sizes,
+            ctx.layout.cp_method,
+            ctx.layout.folded_sizes,
             ctx.sequence_parallel,
             split,
             run.micro_batch_size,
@@ -225,7 +226,7 @@ class Planner(Builder):
         new = {key: number for number, key in enumerate(keys) if key not in self._costs}
         if new:
             # Replicas change nothing here, except axes that shard their parameters.
-            layout = ctx if ctx.folded else resized(ctx, dp=1)
+            layout = ctx.layout if ctx.folded else ctx.layout.with_replicas(1)
             alone = place_in(layout, ctx.pp_rank, ctx.tp_rank)
             metered = self.build(alone, run.train_only, getattr(torch, run.dtype))
             metered.recompute(run.recompute, run.recompute_interval)
@@ -292,9 +293,9 @@ class Planner(Builder):
             model.ctx.tp_size,
             model.ctx.sequence_parallel,
             model.ctx.token_axis.size,
-            model.ctx.folded_sizes,
+            model.ctx.layout.folded_sizes,
             run.optimizer,
-            run.zero,
+            model.ctx.layout.zero,
             run.offload_optimizer,
             run.dtype,
             tuple(model.tied.values()),
@@ -306,28 +307,28 @@ class Planner(Builder):
         return self._static[key]
 
 
-def schedule_tables(layout: ParallelContext, run: PlannedRun) -> list[list[Action]]:
+def schedule_tables(layout: Layout, run: PlannedRun) -> list[list[Action]]:
     """Return the actions of each pipeline rank in a step, in order."""
-    schedule, count = schedule_named(run.schedule), run.microbatches(layout.dp_size)
-    return tables_of(schedule, layout.pp_size, layout.virtual_size, count)
+    schedule, count = schedule_named(layout.schedule), run.microbatches(layout.dp)
+    return tables_of(schedule, layout.pp, layout.virtual_pp, count)
 
 
-def _described(layout: ParallelContext, run: PlannedRun) -> dict:
+def _described(layout: Layout, run: PlannedRun) -> dict:
     """Return the layout as it appears in a plan, by the names of the flags."""
     cuts = layout.stage_layers
     return {
-        "tp": layout.tp_size,
-        "pp": layout.pp_size,
-        "virtual_pp": layout.virtual_size,
-        "cp": layout.cp_size,
+        "tp": layout.tp,
+        "pp": layout.pp,
+        "virtual_pp": layout.virtual_pp,
+        "cp": layout.cp,
         "cp_method": layout.cp_method,
         "stage_layers": cuts if isinstance(cuts, str) else ",".join(map(str, cuts)),
         "sequence_parallel": layout.sequence_parallel,
-        "schedule": run.schedule,
-        "zero": run.zero,
+        "schedule": layout.schedule,
+        "zero": layout.zero,
         "offload_optimizer": run.offload_optimizer,
-        "dp": layout.dp_size,
-        **({"folded": dict(layout.folded_sizes)} if layout.folded else {}),
+        "dp": layout.dp,
+        **({"folded": dict(layout.folded_sizes)} if layout.folded_sizes else {}),
     }
 
 

@@ -10,7 +10,8 @@ from megazoo.models.attachment import Attachment
 from megazoo.models.base import Model
 from megazoo.models.counts import whole_model
 from megazoo.models.registry import FAMILIES, family_of
-from megazoo.parallel.context import AXES, ParallelContext
+from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.layout import Layout
 from megazoo.parallel.shard import volume
 from megazoo.parallel.stages import Stage
 from megazoo.planning.meter import META
@@ -50,19 +51,13 @@ class Builder:
     def first_trained_stage(self, ctx: ParallelContext, train_only: str | None) -> int:
         """Return the index of the first pipeline stage with a trained parameter, as
         `TrainingEngine.agree_on_frozen` finds it on all ranks. ctx: of any rank."""
-        key = (ctx.placement, ctx.stage_layers, train_only)
+        key = (ctx.placement, ctx.layout.stage_layers, train_only)
         if key not in self._first_trained:
             first = ctx.stage_count
             for pp_rank in range(ctx.pp_size):
                 if first < pp_rank:  # later ranks have only later stages
                     break
-                there = ParallelContext.virtual(
-                    1,
-                    ctx.pp_size,
-                    virtual=ctx.virtual_size,
-                    placement=ctx.placement.name,
-                    stage_layers=ctx.stage_layers,
-                )
+                there = ctx.layout.with_replicas(1, tp=1, cp=1)
                 model = self.family.on_meta(self.config, place_in(there, pp_rank))
                 self._prepare(model, train_only)
                 first = min(first, model.engine.first_trained_here())
@@ -103,19 +98,10 @@ class Builder:
                 entry.parameter.requires_grad_(rest in trained.get(number, ()))
 
 
-def place_in(layout: ParallelContext, pp_rank: int, tp_rank: int = 0) -> ParallelContext:
+def place_in(layout: Layout, pp_rank: int, tp_rank: int = 0) -> ParallelContext:
     """Return the context, on meta, of a rank of the first replica."""
-    return replace(layout, rank=layout.rank_at(pp=pp_rank, tp=tp_rank), device=META)
-
-
-def resized(layout: ParallelContext, **sizes: int) -> ParallelContext:
-    """Return a layout with other sizes along some axes, for rank 0. Folded axes that do not fit are
-    removed."""
-    size = dict(zip(AXES, layout.sizes, strict=True)) | sizes
-    token = size["dp"] * size["cp"]
-    folded = tuple((name, ranks) for name, ranks in layout.folded_sizes if token % ranks == 0)
-    sizes_in_order = tuple(size[axis] for axis in AXES)
-    return replace(layout, sizes=sizes_in_order, rank=0, folded_sizes=folded)
+    first = ParallelContext(layout, device=META)
+    return replace(first, rank=first.rank_at(pp=pp_rank, tp=tp_rank))
 
 
 def layer_of(name: str) -> tuple[int | None, str]:

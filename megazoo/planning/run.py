@@ -9,7 +9,7 @@ class PlannedRun:
 
     global_batch_size: sequences per step, over all replicas and micro-batches. micro_batch_size:
     sequences per micro-batch. seq_length: tokens per sequence. dtype: of weights and activations.
-    zero: 1: the optimizer state is sharded over the replicas. offload_optimizer: whether its state
+    offload_optimizer: whether its state
     is on the CPU. recompute, recompute_interval: as in `Model.recompute`. optimizer: "adamw" or
     "muon". train_only: as in `Model.train_only`; None: all parameters are trained, or the adapters.
     """
@@ -18,8 +18,6 @@ class PlannedRun:
     micro_batch_size: int
     seq_length: int
     dtype: str = "float32"
-    schedule: str = "1f1b"
-    zero: int = 0
     offload_optimizer: bool = False
     recompute: str = "none"
     recompute_interval: int = 1

@@ -11,7 +11,7 @@ import torch
 from megazoo.errors import UserError
 from megazoo.models.base import Model
 from megazoo.models.counts import parameter_count
-from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.layout import ONE_RANK, Layout
 from megazoo.parallel.recompute import MODES
 from megazoo.parallel.schedule import placement_named_by
 from megazoo.planning.meter import Cost, boundary_bytes
@@ -24,6 +24,8 @@ from megazoo.planning.step_time import GPU, GPUS, NODE, Speed, step_time
 LARGEST_TP = NODE
 LARGEST_PP = 1024
 LARGEST_VIRTUAL_PP = 4
+# Settings of a layout that the search selects.
+SEARCHED = ("tp", "pp", "cp", "dp", "ep", "virtual_pp", "sequence_parallel", "zero")
 SHORTEST_PART = 1024  # tokens of a context-parallel rank
 
 
@@ -37,15 +39,8 @@ class FoundLayout:
     (see step_time.py).
     """
 
-    tp: int
-    pp: int
-    cp: int
-    dp: int
-    ep: int
-    virtual_pp: int
+    layout: Layout
     recompute: str
-    sequence_parallel: bool
-    zero: int
     microbatches: int
     total: int
     bubble: float
@@ -57,10 +52,10 @@ class FoundLayout:
     exposed: float
     time: float
 
-    @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        """The sizes of tp, pp, cp and dp."""
-        return self.tp, self.pp, self.cp, self.dp
+    def as_dict(self) -> dict[str, Any]:
+        """Return the values for JSON, the sizes by the names of the flags."""
+        sizes = {name: getattr(self.layout, name) for name in SEARCHED}
+        return sizes | {name: value for name, value in vars(self).items() if name != "layout"}
 
 
 def find_layouts(
@@ -69,7 +64,7 @@ def find_layouts(
     memory: int,
     run: PlannedRun,
     gpu: GPU = GPUS["h100"],
-    cp_method: str = "allgather",
+    layout: Layout = ONE_RANK,
     progress: Callable[[int], object] = lambda _: None,
 ) -> Iterator[FoundLayout]:
     """Yield the layouts of `gpus` ranks that fit, in no particular order.
@@ -94,7 +89,7 @@ def find_layouts(
         memory: Bytes of memory of each rank.
         run: The run; its recompute and zero are replaced.
         gpu: GPU type for the estimate of the time.
-        cp_method: See CP_METHODS.
+        layout: Settings of the layouts that the search does not cover, such as the schedule.
         progress: Called after each layout with the number of layouts that are done: tried, or
             found to be unnecessary. It is at most `most_layouts`.
 
@@ -103,9 +98,8 @@ def find_layouts(
     """
     if gpus < 1:
         raise UserError(f"gpus {gpus} must be at least 1")
-    smallest = ParallelContext()
-    if placement_named_by(run.schedule) == "v":
-        smallest = ParallelContext.virtual(pp=2, virtual=2, placement="v")
+    placed = placement_named_by(layout.schedule)
+    smallest = replace(layout, tp=1, cp=1, dp=1, pp=1 if placed == "loop" else 2, virtual_pp=1)
     planner.check(smallest, replace(run, global_batch_size=run.micro_batch_size))
     least_memory = _weights_and_gradients(planner, run)
     counts = _layouts_to_try(planner.config, gpus, run.seq_length)
@@ -121,12 +115,12 @@ def find_layouts(
             while least > 0 and gpus % (tp * pp * cp) == 0:
                 if cp > 1 and run.seq_length < cp * SHORTEST_PART:
                     break
-                sizes = tp, pp, cp, gpus // (tp * pp * cp)
+                sizes = {"tp": tp, "pp": pp, "cp": cp, "dp": gpus // (tp * pp * cp)}
                 found = []
-                for layout in _of_sizes(planner, sizes, memory, run, gpu, cp_method):
+                for tried in _of_sizes(planner, layout, sizes, memory, run, gpu):
                     done += 1
                     progress(done)
-                    found += [layout] if layout else []
+                    found += [tried] if tried else []
                 yield from (each for each in found if MODES.index(each.recompute) < least)
                 least = min([least, *(MODES.index(each.recompute) for each in found)])
                 fastest, depth = min([(fastest, depth), *((each.time, pp) for each in found)])
@@ -168,37 +162,38 @@ def _weights_and_gradients(planner: Planner, run: PlannedRun) -> int:
 
 def _of_sizes(
     planner: Planner,
-    sizes: tuple[int, int, int, int],
+    layout: Layout,
+    sizes: dict[str, int],
     memory: int,
     run: PlannedRun,
     gpu: GPU,
-    cp_method: str,
 ) -> Iterator[FoundLayout | None]:
-    """Yield a layout, or None if it does not fit, for each virtual-pp and ep. sizes: tp, pp, cp and
-    dp."""
-    tp, pp, cp, dp = sizes
+    """Yield a layout, or None if it does not fit, for each virtual-pp and ep. layout: with the
+    other settings. sizes: tp, pp, cp and dp."""
+    tp, pp, replicas = sizes["tp"], sizes["pp"], sizes["dp"] * sizes["cp"]
+    chosen: dict[str, Any] = {**sizes, "sequence_parallel": tp > 1, "zero": int(replicas > 1)}
     virtual = _sizes_of_virtual_pp(planner.config.layers, pp)
-    run = replace(run, zero=int(dp * cp > 1))
-    for virtual_pp, ep in product(virtual, _sizes_of_ep(planner.config, dp * cp)):
-        try:
-            layout = ParallelContext.virtual(
-                tp,
-                pp,
-                dp,
-                cp=cp,
-                cp_method=cp_method,
-                sequence_parallel=tp > 1,
-                virtual=virtual_pp,
-                placement=placement_named_by(run.schedule),
-                folded={"ep": ep} if ep > 1 else {},
-            )
-            planner.check(layout, run)
-        except UserError:
+    for virtual_pp, ep in product(virtual, _sizes_of_ep(planner.config, replicas)):
+        chosen |= {"virtual_pp": virtual_pp, "ep": ep}
+        wanted = _supported(planner, layout, chosen, run)
+        if wanted is None:
             yield None
             continue
         modes = (replace(run, recompute=mode) for mode in MODES)
-        tried = (fitting_layout(planner, layout, mode, memory, gpu) for mode in modes)
+        tried = (fitting_layout(planner, wanted, mode, memory, gpu) for mode in modes)
         yield next(filter(None, tried), None)
+
+
+def _supported(
+    planner: Planner, layout: Layout, chosen: dict[str, Any], run: PlannedRun
+) -> Layout | None:
+    """Return the layout with other sizes; None if it does not support the run."""
+    try:
+        wanted = replace(layout, **chosen)
+        planner.check(wanted, run)
+    except UserError:
+        return None
+    return wanted if wanted.virtual_pp == chosen["virtual_pp"] else None  # as the schedule needs
 
 
 def _sizes_of_virtual_pp(layers: int, pp: int) -> list[int]:
@@ -216,7 +211,7 @@ def _sizes_of_ep(config: Any, most: int) -> list[int]:
 
 def fitting_layout(
     planner: Planner,
-    layout: ParallelContext,
+    layout: Layout,
     run: PlannedRun,
     memory: float,
     gpu: GPU = GPUS["h100"],
@@ -246,21 +241,13 @@ def fitting_layout(
         for stage, of_stage in zip(stages, costs, strict=True):
             actions |= {(kind, stage.index): cost for kind, cost in of_stage.items()}
     bubble, step_flops = bubble_and_time(tables, {key: c.flops for key, c in actions.items()})
-    tp, pp, cp, dp = layout.tp_size, layout.pp_size, layout.cp_size, layout.dp_size
-    speed = Speed.of(gpu, run.dtype, tp, pp, cp, dp)
+    speed = Speed.of(gpu, run.dtype, layout.tp, layout.pp, layout.cp, layout.dp)
     sent = boundary_bytes(run, next(iter(models.values())))  # the same for all
     time = step_time(tables, actions, statics, sent, speed)
     return FoundLayout(
-        tp=tp,
-        pp=pp,
-        cp=cp,
-        dp=dp,
-        ep=dict(layout.folded_sizes).get("ep", 1),
-        virtual_pp=layout.virtual_size,
+        layout=layout,
         recompute=run.recompute,
-        sequence_parallel=layout.sequence_parallel,
-        zero=run.zero,
-        microbatches=run.microbatches(dp),
+        microbatches=run.microbatches(layout.dp),
         total=max(rank.total for rank in ranks),
         bubble=bubble,
         sent_tp=max(rank.sent_tp for rank in ranks),
@@ -278,5 +265,5 @@ def fastest_layouts(found: Iterable[FoundLayout]) -> list[FoundLayout]:
     ep, sorted by time."""
     fastest: dict[tuple, FoundLayout] = {}
     for layout in sorted(found, key=lambda layout: layout.time):
-        fastest.setdefault(layout.sizes, layout)
+        fastest.setdefault(layout.layout.sizes, layout)
     return list(fastest.values())

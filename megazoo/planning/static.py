@@ -51,7 +51,7 @@ def measure_static(model: Model, run: PlannedRun) -> Static:
     states, optimizer = [], None
     if trained:  # a single rank can't make an optimizer without parameters
         kind = {"adamw": AdamW, "muon": Muon}[run.optimizer]
-        optimizer = kind(model, zero=run.zero, loss_scale=LossScale())
+        optimizer = kind(model, zero=model.ctx.layout.zero, loss_scale=LossScale())
         states = list(optimizer.state.values())
     here = sum(tensor.nbytes for state in states for tensor in state.values())
     # With offloading there are fp32 master weights for every dtype, as large as one of the moments.

@@ -43,6 +43,7 @@ from megazoo.lora.settings import LoRASettings, every_target
 from megazoo.models.counts import parameter_count, whole_model
 from megazoo.models.pretrained import open_source
 from megazoo.models.registry import find_config, tiny_preset
+from megazoo.parallel.layout import switches
 from megazoo.testing import (
     Layout,
     ResumeVerdict,
@@ -55,7 +56,6 @@ from megazoo.testing import (
     pairs_of,
     shrink,
 )
-from megazoo.testing.layouts import switches
 
 MOST_STEPS, MOST_RANKS = 10_000, 256
 

@@ -60,8 +60,9 @@ from megazoo.cli.run_record import (
 from megazoo.data.dataset import check_data
 from megazoo.errors import UserError, check_number
 from megazoo.files import write_text
+from megazoo.parallel.layout import switches
 from megazoo.testing import Layout
-from megazoo.testing.layouts import switches
+from megazoo.testing.layouts import check_model
 
 TOLERANCES = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-2}
 MOST_NAMED = 10  # changed files that are named
@@ -216,7 +217,7 @@ def own_layout(recorded: Recorded, settings: dict) -> Layout:
         **sizes,
         **more,
         dp=recorded.dp,
-        virtual=settings.get("virtual_pp", 1),
+        virtual_pp=settings.get("virtual_pp", 1),
         sequence_parallel=bool(settings.get("sequence_parallel")),
     )
 
@@ -234,7 +235,7 @@ def check_layout(layout: Layout | None, own: Layout, recorded: Recorded, config)
         )
     if layout is None:
         return
-    layout.check(config)
+    check_model(layout, config)
     if rows % layout.dp:
         raise UserError(f"{layout}: the global batch of {rows} is not a multiple of dp {layout.dp}")
     check_dropout(layout, own, recorded)
@@ -295,9 +296,9 @@ def train_again(
     if layout is not None:
         for name in LAYOUT:
             settings.pop(name, None)
-        for name in ("tp", "pp", "cp", "cp_method", "ep", "zero", "schedule", "sequence_parallel"):
-            settings[name] = getattr(layout, name)
-        settings["virtual_pp"], dp = layout.virtual, layout.dp
+        names = "tp pp virtual_pp cp cp_method ep zero schedule sequence_parallel".split()
+        settings |= {name: getattr(layout, name) for name in names}
+        dp = layout.dp
         rows = settings["global_batch_size"] // dp
         settings["micro_batch_size"] = math.gcd(settings["micro_batch_size"], rows)
     quiet = {"eval_steps": 0, "log_interval": steps}

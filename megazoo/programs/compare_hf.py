@@ -28,9 +28,10 @@ from megazoo.files import regular_file, without_mark
 from megazoo.models.counts import parameter_count
 from megazoo.models.pretrained import open_source
 from megazoo.models.source import ModelSource
+from megazoo.parallel.layout import switches
 from megazoo.testing import Agreement, Layout
 from megazoo.testing.compare import compare_layouts
-from megazoo.testing.layouts import switches
+from megazoo.testing.layouts import check_model
 from megazoo.testing.reference import run_reference
 from megazoo.tokenizer import open_tokenizer
 
@@ -101,7 +102,7 @@ def main(arguments: list[str]) -> None:
     check_number("tolerance", tolerance, 0)
     layouts = [Layout.named(name) for name in layouts_of(options).split(",")]
     for layout in layouts:
-        layout.check(source.config)
+        check_model(layout, source.config)
     ids = input_ids(source, options)
     mask = padded(ids, options.padding)
     theirs = load_theirs(options.theirs or path, getattr(torch, options.dtype))

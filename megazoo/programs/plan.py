@@ -20,7 +20,7 @@ fastest is listed.
 import json
 import sys
 from contextlib import redirect_stdout
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Annotated, ClassVar, Literal
 
 import tyro
@@ -45,6 +45,7 @@ from megazoo.errors import UserError
 from megazoo.files import write_text
 from megazoo.models.counts import flops_per_token
 from megazoo.models.hugging_face.export import parse_size
+from megazoo.parallel.layout import Layout
 from megazoo.planning import (
     GPUS,
     FoundLayout,
@@ -54,6 +55,7 @@ from megazoo.planning import (
     most_layouts,
     note_on_mfu,
 )
+from megazoo.planning.search import SEARCHED
 from megazoo.planning.step_time import NODE
 from megazoo.terminal import count_bar
 
@@ -82,17 +84,7 @@ SEARCH_COLUMNS = [
     "MFU",
 ]
 # Settings that a search selects. A run of the layout needs their flags.
-SELECTED = (
-    "tp",
-    "pp",
-    "cp",
-    "dp",
-    "ep",
-    "virtual_pp",
-    "recompute",
-    "sequence_parallel",
-    "zero",
-)
+SELECTED = (*SEARCHED, "recompute")
 
 
 @dataclass
@@ -201,12 +193,13 @@ def searched(
 ) -> tuple[list[dict], list[str]]:
     """Return the best layouts that fit, as values for JSON and as lines to print. memory: bytes
     per GPU. arguments: words of the command line."""
-    cp_method = options.parallel.cp_method
+    parallel = options.parallel
+    layout = Layout(schedule=parallel.schedule, cp_method=parallel.cp_method)
     run, gpus, gpu = planned_run(options, options.parallel.device), options.gpus, GPUS[options.gpu]
     most = most_layouts(planner.config, gpus, run.seq_length)
     with count_bar(most, "search", "layouts", PROGRESS_SECONDS) as bar:
         found = find_layouts(
-            planner, gpus, memory, run, gpu, cp_method, lambda done: bar.update(done - bar.n)
+            planner, gpus, memory, run, gpu, layout, lambda done: bar.update(done - bar.n)
         )
         layouts = fastest_layouts(found)[:LISTED]
     if not layouts:
@@ -217,7 +210,7 @@ def searched(
     speeds = [run.global_batch_size * run.seq_length / each.time / gpus for each in layouts]
     mfus = [speed * flops / gpu.flops for speed in speeds]
     values = [
-        {**asdict(layout), "tokens_per_second_per_gpu": speed, "mfu": mfu}
+        {**layout.as_dict(), "tokens_per_second_per_gpu": speed, "mfu": mfu}
         for layout, speed, mfu in zip(layouts, speeds, mfus, strict=True)
     ]
     batch = f"global batch {run.global_batch_size} x {run.seq_length} tokens"
@@ -233,7 +226,7 @@ def run_command(layout: FoundLayout, options: Options, arguments: list[str]) -> 
     words = without_flags(each_once(arguments), {*of_plan, *SELECTED})
     usual, given = settings_of(TrainingProgram), options.values
     for name in SELECTED:
-        value = getattr(layout, name)
+        value = layout.recompute if name == "recompute" else getattr(layout.layout, name)
         if name == "dp":  # follows from the number of ranks
             needed = given[name] not in (None, value)
         elif name == "sequence_parallel":
@@ -259,16 +252,17 @@ def search_lines(
     estimated times."""
     rows = [SEARCH_COLUMNS]
     for layout, speed, mfu in zip(layouts, speeds, mfus, strict=True):
+        chosen = layout.layout
         row = [
-            layout.tp,
-            layout.pp,
-            layout.cp,
-            layout.dp,
-            layout.ep,
-            layout.virtual_pp,
+            chosen.tp,
+            chosen.pp,
+            chosen.cp,
+            chosen.dp,
+            chosen.ep,
+            chosen.virtual_pp,
             layout.recompute,
-            "yes" if layout.sequence_parallel else "no",
-            layout.zero,
+            "yes" if chosen.sequence_parallel else "no",
+            chosen.zero,
             size(layout.total),
             f"{layout.bubble:.2%}",
             size(layout.sent_tp),
@@ -281,9 +275,10 @@ def search_lines(
             f"{mfu:.1%}",
         ]
         rows.append([str(cell) for cell in row])
-    if all(layout.cp == 1 for layout in layouts):
-        rows = without(rows, "cp", *(["sent cp"] if all(each.ep == 1 for each in layouts) else []))
-    if all(layout.ep == 1 for layout in layouts):
+    no_ep = all(each.layout.ep == 1 for each in layouts)
+    if all(each.layout.cp == 1 for each in layouts):
+        rows = without(rows, "cp", *(["sent cp"] if no_ep else []))
+    if no_ep:
         rows = without(rows, "ep")
     return [
         *table(rows),

@@ -14,6 +14,7 @@ from megazoo.cli.flags import parse_flags
 from megazoo.cli.picture import check_picture, import_pyplot, save_picture
 from megazoo.errors import UserError
 from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.layout import Layout
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -55,15 +56,15 @@ def layout_figure(options: Options) -> "Figure":
     """Return the map of the ranks of a layout."""
     pyplot = import_pyplot()
     tp, pp, cp, dp = options.tp, options.pp, options.cp, options.dp
-    folded = {"ep": options.ep} if options.ep > 1 else None
+    layout = Layout(tp, pp, dp, cp=cp, ep=options.ep)
     rows, columns = dp * cp, pp * tp
     size = (1.6 + max(0.7 * columns, 2.4), 1.1 + 0.5 * rows)
     figure, axes = pyplot.subplots(figsize=size, layout="constrained")
     for rank in range(rows * columns):
-        ctx = ParallelContext.virtual(tp, pp, dp, cp=cp, rank=rank, folded=folded)
+        ctx = ParallelContext(layout, rank)
         row = ctx.dp_rank * cp + ctx.cp_rank
         column = ctx.pp_rank * tp + ctx.tp_rank + 0.2 * ctx.pp_rank
-        shard = ctx.axis("ep").rank if folded else ctx.pp_rank
+        shard = ctx.axis("ep").rank if options.ep > 1 else ctx.pp_rank
         color = f"C{shard % 10}"
         axes.barh(row, 0.94, left=column, height=0.86, color=color, alpha=0.35, edgecolor=color)
         axes.text(column + 0.47, row, str(rank), ha="center", va="center")

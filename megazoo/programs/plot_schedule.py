@@ -19,12 +19,12 @@ from megazoo.cli.options import ImportOption, ScheduleName
 from megazoo.cli.parsing import run_file
 from megazoo.cli.picture import check_picture, import_pyplot, save_picture
 from megazoo.errors import UserError
+from megazoo.parallel.layout import Layout
 from megazoo.parallel.placement import Placement
 from megazoo.parallel.schedule import (
     COST,
     Action,
     Span,
-    placement_of,
     schedule_named,
     source_of,
     tables_of,
@@ -64,8 +64,9 @@ def main(arguments: list[str]) -> None:
     forward, inputs, weights = options.cost
     cost = COST | {"F": forward, "B": inputs + weights, "I": inputs, "W": weights}
     schedule = schedule_named(options.schedule)
-    placement = placement_of(schedule, options.pp, options.virtual_pp)
-    tables = tables_of(schedule, options.pp, options.virtual_pp, options.microbatches)
+    layout = Layout(pp=options.pp, virtual_pp=options.virtual_pp, schedule=options.schedule)
+    placement = layout.placement
+    tables = tables_of(schedule, layout.pp, layout.virtual_pp, options.microbatches)
     spans = timeline(tables, cost)
     end = max(span.end for span in spans.values())
     busy = sum(span.end - span.start for span in spans.values()) / options.pp
@@ -78,7 +79,7 @@ def main(arguments: list[str]) -> None:
         xlabel="time",
         xlim=(0, end),
     )
-    name = f"{options.schedule}, virtual-pp {options.virtual_pp}"
+    name = f"{options.schedule}, virtual-pp {layout.virtual_pp}"
     axes.set_title(f"{name}: bubble {end / busy - 1:.1%} of the work")
     axes.invert_yaxis()
     figure.tight_layout()

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from megazoo.parallel.layout import Layout
 from megazoo.testing import usual
 from megazoo.testing.batches import KINDS, micro_batches_of
 from megazoo.testing.distances import Clue, relative
-from megazoo.testing.layouts import Layout
 from megazoo.testing.trial import Findings, Record
 
 

@@ -23,10 +23,11 @@ import torch
 
 from megazoo.errors import UserError, check_number
 from megazoo.models.registry import family_of, find_config, tiny_preset
+from megazoo.parallel.layout import Layout
 from megazoo.testing import usual
 from megazoo.testing.batches import ROWS
 from megazoo.testing.causes import Comparison
-from megazoo.testing.layouts import Layout
+from megazoo.testing.layouts import check_model
 from megazoo.testing.optimizer_trial import OPTIMIZERS
 from megazoo.testing.program import Numbers, differences, run_the_program, write_inputs
 from megazoo.testing.ranks import RankError, RankPool
@@ -163,7 +164,7 @@ def subject_of(
 def check_layouts(layouts: Iterable[Layout], config: Any) -> None:
     """Raise UserError if a check cannot train the model in one of the layouts."""
     for layout in layouts:
-        layout.check(config)
+        check_model(layout, config)
         if ROWS % layout.dp:
             raise UserError(f"{layout}: dp {layout.dp} must divide the {ROWS} rows of the check")
 

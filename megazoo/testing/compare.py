@@ -20,10 +20,11 @@ import torch
 from megazoo.errors import UserError, check_number
 from megazoo.models.pretrained import from_pretrained
 from megazoo.parallel.collectives import all_gather_objects
+from megazoo.parallel.layout import Layout
 from megazoo.testing.causes import listed
 from megazoo.testing.differences import Difference, Findings, find_differences, largest
 from megazoo.testing.distances import relative
-from megazoo.testing.layouts import Layout
+from megazoo.testing.layouts import context_of
 from megazoo.testing.ranks import RankError, RankPool
 from megazoo.testing.reference import Reference, Twin, run_reference
 from megazoo.testing.trial import import_once
@@ -158,7 +159,7 @@ def _on_a_rank(
     import_once(import_)
     reference: Reference = torch.load(file, weights_only=False, mmap=True)
     with within():
-        model = from_pretrained(path, layout.context(), dtype=dtype)
+        model = from_pretrained(path, context_of(layout), dtype=dtype)
         return compare(model, reference, reference.input_ids, tolerance=tolerance)
 
 

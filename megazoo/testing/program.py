@@ -21,10 +21,10 @@ from megazoo import pretrain
 from megazoo.environment import is_rank_zero
 from megazoo.models.base import Model
 from megazoo.models.registry import FAMILIES
+from megazoo.parallel.layout import Layout
 from megazoo.testing.batches import ROWS, micro_batches_of
 from megazoo.testing.distances import relative
 from megazoo.testing.draws import recorded_seeds
-from megazoo.testing.layouts import Layout
 from megazoo.testing.trial import Subject
 
 STEPS, EVALUATED = 2, 2
@@ -208,7 +208,7 @@ def _arguments(subject: Subject, layout: Layout, directory: Path) -> list[str]:
         "steps": STEPS, "eval-interval": 1, "eval-steps": EVALUATED, "peak-tflops": PEAK,
         "dtype": "float32", "device": "cpu", "optimizer": subject.optimizer,
         "tp": layout.tp, "pp": layout.pp, "cp": layout.cp, "ep": layout.ep,
-        "cp-method": layout.cp_method, "virtual-pp": layout.virtual, "zero": layout.zero,
+        "cp-method": layout.cp_method, "virtual-pp": layout.virtual_pp, "zero": layout.zero,
         "schedule": layout.schedule, "lora-rank": subject.lora_rank,
     }  # fmt: skip
     if subject.lora_rank:

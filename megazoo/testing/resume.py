@@ -19,11 +19,11 @@ from typing import Any
 import torch
 
 from megazoo.errors import check_number
+from megazoo.parallel.layout import Layout
 from megazoo.testing import usual
 from megazoo.testing.batches import ROWS
 from megazoo.testing.causes import Finding
 from megazoo.testing.check import check_layouts, last_line, run_in_one_process, subject_of
-from megazoo.testing.layouts import Layout
 from megazoo.testing.program import (
     Numbers,
     differences_of_resumed,

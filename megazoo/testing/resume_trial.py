@@ -20,11 +20,12 @@ from megazoo.optim.base import MASTER
 from megazoo.optim.learning_rate import learning_rate
 from megazoo.optim.loss_scale import LossScale
 from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.layout import Layout
 from megazoo.parallel.random import derive_seed
 from megazoo.testing.batches import ROWS, SEQUENCE, micro_batches_of
 from megazoo.testing.distances import parameter_distances, relative
 from megazoo.testing.draws import recorded_seeds
-from megazoo.testing.layouts import Layout
+from megazoo.testing.layouts import context_of
 from megazoo.testing.optimizer_trial import (
     LOSS_SCALE,
     OF_MATRICES,
@@ -120,7 +121,7 @@ def save_a_run(subject: Subject, layout: Layout, directory: Path) -> Run:
     """Train in a layout, save after STOP steps, and continue to the last step."""
     import_once(subject.import_)  # first: the file can register the schedule
     with subject.within():
-        ctx = layout.context()
+        ctx = context_of(layout)
         model, optimizer, run = _started(subject, layout, ctx)
         for step in _train(run, model, optimizer, layout):
             if step == STOP:
@@ -137,7 +138,7 @@ def resume_a_run(subject: Subject, layout: Layout, directory: Path, one: Path) -
     expected: Run = torch.load(one, weights_only=False, mmap=True)
     import_once(subject.import_)  # first: the file can register the schedule
     with subject.within():
-        ctx = layout.context()
+        ctx = context_of(layout)
         model, optimizer, _ = _started(subject, layout, ctx, spoiled=True)
         opened = checkpoint.Checkpoint(directory)
         trainer = checkpoint.load(opened, model, optimizer)

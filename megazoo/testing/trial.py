@@ -23,6 +23,7 @@ from megazoo.models.registry import config_from_dict, from_config
 from megazoo.optim.loss_scale import LossScale
 from megazoo.parallel.collectives import all_gather_objects
 from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.layout import Layout
 from megazoo.parallel.module import initialize
 from megazoo.parallel.random import derive_seed
 from megazoo.testing.batches import KINDS, ROWS, make_batch, micro_batches_of, shifted
@@ -38,7 +39,7 @@ from megazoo.testing.distances import (
     relative,
 )
 from megazoo.testing.draws import Draws, dropout_draws
-from megazoo.testing.layouts import Layout
+from megazoo.testing.layouts import context_of
 from megazoo.testing.optimizer_trial import (
     LOSS_SCALE,
     beside_plain_steps,
@@ -238,7 +239,7 @@ def train_on_a_rank(
     expected: Record = torch.load(path, weights_only=False, mmap=True)
     with subject.within():
         config = subject.config  # first: its file can register the schedule
-        ctx = layout.context()
+        ctx = context_of(layout)
         draws = dropout_draws(config, layout.schedule, ctx)
         model, record = build(subject, ctx), Record()
         model.engine.loss_scale = LossScale(LOSS_SCALE)  # must not change any result

@@ -28,12 +28,13 @@ from megazoo.models.outputs import LanguageModelHead
 from megazoo.models.registry import find_config, tiny_preset
 from megazoo.parallel import collectives, regions
 from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.layout import Layout
 from megazoo.parallel.module import NamedParameter, ShardedModule
 from megazoo.parallel.sequence import SequenceCut, padded_length
 from megazoo.parallel.stages import Stage
 from megazoo.planning.meter import META, DeviceKernels
 from megazoo.planning.ranks import Builder, place_in, stage_keys
-from megazoo.testing.layouts import Layout
+from megazoo.testing.layouts import check_model
 from megazoo.testing.type_mode import ENTERS, C, P, R, TypeMode, V
 from megazoo.torch_internals import (
     run_backward,
@@ -155,8 +156,8 @@ def check_types(
     """
     config = find_config(tiny_preset(model)) if isinstance(model, str) else model
     layout = Layout.named(layout) if isinstance(layout, str) else layout
-    layout.check(config)
-    whole, builder = layout.virtual_context(), Builder(config, attached)
+    check_model(layout, config)
+    whole, builder = layout, Builder(config, attached)
     findings: list[str] = []
     done: set[tuple] = set()
     for pp_rank in range(layout.pp):

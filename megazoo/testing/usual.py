@@ -3,9 +3,9 @@
 import math
 from dataclasses import dataclass
 
+from megazoo.parallel.layout import Layout
 from megazoo.testing.batches import micro_batches_of
 from megazoo.testing.distances import Clue
-from megazoo.testing.layouts import Layout
 from megazoo.testing.optimizer_trial import LOSS_SCALE
 
 STAGES = "a stage builds what belongs to another, or numbers its layers from 0"

@@ -10,7 +10,7 @@ from megazoo.lora import LoRASettings
 from megazoo.lora.settings import all_targets
 from megazoo.models.counts import whole_model
 from megazoo.models.registry import FAMILIES, find_config
-from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.layout import Layout
 from megazoo.planning import PlannedRun, Planner
 
 ROOT = Path(__file__).parents[2]
@@ -45,7 +45,7 @@ def test_what_llama_7b_takes_is_what_the_planner_tells():
             dtype="bfloat16",
             recompute=recompute.removesuffix("`") or "none",
         )
-        plan = Planner(config, quick=True, attached=ADAPTERS[lora]).plan(ParallelContext(), run)
+        plan = Planner(config, quick=True, attached=ADAPTERS[lora]).plan(Layout(), run)
         (rank,) = plan.ranks
         told = {
             "trained parameters": plan.trainable_parameters,

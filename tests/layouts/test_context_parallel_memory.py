@@ -229,7 +229,9 @@ LONGER, LITTLE = replace(LONG["gpt2"], max_positions=4096), 90 * 10**6
 def layouts_found(memory: int, length: int) -> dict:
     how = PlannedRun(micro_batch_size=1, global_batch_size=4, seq_length=length, dtype="bfloat16")
     found = find_layouts(Planner(LONGER, quick=True), 4, memory, how)
-    return {(each.tp, each.pp, each.cp, each.dp): each for each in found}
+    return {
+        (each.layout.tp, each.layout.pp, each.layout.cp, each.layout.dp): each for each in found
+    }
 
 
 @pytest.mark.slow
@@ -250,8 +252,8 @@ def test_a_search_offers_cp_to_sequences_that_do_not_fit_otherwise():
         exact = plan(
             LONGER, cp, dp=dp, micro_batch_size=1, global_batch_size=4, seq_length=4096,
             dtype="bfloat16", recompute=each.recompute, parallel=dict(
-                tp=tp, pp=pp, virtual_pp=each.virtual_pp, zero=each.zero,
-                sequence_parallel=each.sequence_parallel,
+                tp=tp, pp=pp, virtual_pp=each.layout.virtual_pp, zero=each.layout.zero,
+                sequence_parallel=each.layout.sequence_parallel,
             ),
         )  # fmt: skip
         assert each.sent_cp == max(rank.sent_cp for rank in exact.ranks)

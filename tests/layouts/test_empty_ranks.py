@@ -20,7 +20,7 @@ from megazoo.models.gpt2 import GPT2Config
 from megazoo.models.llama import LlamaConfig
 from megazoo.models.mpt import MPTConfig
 from megazoo.parallel import ParameterSpec
-from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.layout import Layout
 from megazoo.parallel.schedule import SCHEDULES, placement_named_by
 from megazoo.planning import PlannedRun, Planner
 from megazoo.programs import convert, generate, inspect_checkpoint
@@ -176,7 +176,7 @@ def test_checks_know_empty_ranks(layout):
 def test_plans_know_empty_ranks():
     planner = Planner(CONFIGS["gpt2"])
     plan = planner.plan(
-        ParallelContext.virtual(tp=2, pp=2),
+        Layout(tp=2, pp=2),
         PlannedRun(global_batch_size=4, micro_batch_size=2, seq_length=8),
     )
     assert [rank.layers for rank in plan.ranks] == [4, 0]

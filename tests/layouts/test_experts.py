@@ -135,7 +135,7 @@ def generated_and_scored(config, layout):
 )
 def test_generation_and_scores_are_those_of_one_process(ranks, layout):
     place = Layout.named(layout)
-    config = replace(MIXTRAL, layers=place.pp * place.virtual)
+    config = replace(MIXTRAL, layers=place.pp * place.virtual_pp)
     model = model_in(config, ParallelContext()).eval()
     for rank in ranks(generated_and_scored, place.ranks, config, sizes_of(place)):
         for rows, how, found in rank:

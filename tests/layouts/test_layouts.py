@@ -460,7 +460,7 @@ def written_by_one_process(name: str):
     ("name", "layout"),
     marked_slow(
         [case for case in WRITTEN if not {"zero", "zb-h1", "gpipe"} & set(case[1].split("+"))
-         and Layout.named(case[1]).virtual == 1 and not case[1].startswith("pp4")],
+         and Layout.named(case[1]).virtual_pp == 1 and not case[1].startswith("pp4")],
         lambda _, case: case not in WRITTEN_FAST,
     ),
 )  # fmt: skip

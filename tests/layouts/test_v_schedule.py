@@ -16,7 +16,7 @@ from megazoo.checkpoint import Checkpoint, load, save
 from megazoo.errors import UserError
 from megazoo.evaluation import score
 from megazoo.models.counts import parameter_count
-from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.layout import Layout
 from megazoo.parallel.placement import Placement
 from megazoo.parallel.schedule import (
     SCHEDULES,
@@ -305,10 +305,8 @@ def test_its_checkpoints_go_on_in_a_loop_and_back(ranks, tmp_path):
 
 def planner_in_v(config=None):
     """A planner, a layout of two ranks, and a run of one micro-batch."""
-    run = PlannedRun(
-        schedule="greedy-v", micro_batch_size=2, global_batch_size=2, seq_length=16, dtype="float32"
-    )
-    layout = ParallelContext.virtual(pp=2, virtual=2, placement="v")
+    run = PlannedRun(micro_batch_size=2, global_batch_size=2, seq_length=16, dtype="float32")
+    layout = Layout(pp=2, schedule="greedy-v")
     return Planner(config or tiny_config()), layout, run
 
 
@@ -317,7 +315,8 @@ def test_a_plan_counts_what_is_sent_to_another_rank(schedule):
     count, activation = 4, 4 * 2 * 16 * 32
     with own_schedules():
         planner, layout, run = planner_in_v()
-        run = replace(run, schedule=schedule, global_batch_size=2 * count)
+        layout = replace(layout, schedule=schedule)
+        run = replace(run, global_batch_size=2 * count)
         told = planner.plan(layout, run)
         assert told.parameters == parameter_count(tiny_config())
         for rank in told.ranks:
@@ -338,10 +337,12 @@ def test_a_plan_holds_each_gradient_once_after_a_step_of_one_micro_batch():
 
 def test_a_search_finds_layouts_of_its_placement():
     with own_schedules():
-        planner, _, run = planner_in_v(tiny_config(layers=8))
-        found = list(find_layouts(planner, 4, 10**9, replace(run, global_batch_size=16)))
-    assert {layout.virtual_pp for layout in found} == {2}
-    assert {(layout.tp, layout.pp, layout.dp) for layout in found} == {
+        planner, layout, run = planner_in_v(tiny_config(layers=8))
+        run = replace(run, global_batch_size=16)
+        found = list(find_layouts(planner, 4, 10**9, run, layout=layout))
+    layouts = [each.layout for each in found]
+    assert {layout.virtual_pp for layout in layouts} == {2}
+    assert {(layout.tp, layout.pp, layout.dp) for layout in layouts} == {
         (2, 2, 1),
         (1, 2, 2),
         (1, 4, 1),

@@ -19,6 +19,7 @@ from megazoo.models.pretrained import open_source
 from megazoo.programs import compare_hf
 from megazoo.testing import Layout, compare
 from megazoo.testing.causes import listed
+from megazoo.testing.layouts import context_of
 from megazoo.testing.reference import Reference, run_reference
 from tests.support.inference import run_main
 from tests.support.sampling import marked_slow
@@ -55,7 +56,7 @@ def reference_of(directory: Path, mask=None):
 
 
 def compared(directory: Path, reference, layout: str):
-    model = megazoo.from_pretrained(directory, Layout.named(layout).context())
+    model = megazoo.from_pretrained(directory, context_of(Layout.named(layout)))
     return compare(model, reference, IDS)
 
 
@@ -307,7 +308,7 @@ def half_detached(model):
 
 
 def compared_when_half_detached(directory: Path, reference, layout: str):
-    model = megazoo.from_pretrained(directory, Layout.named(layout).context())
+    model = megazoo.from_pretrained(directory, context_of(Layout.named(layout)))
     return compare(half_detached(model), reference, IDS)
 
 

@@ -121,7 +121,7 @@ def test_the_method_is_that_of_the_flag(ranks):
 
 def method_of_the_run(arguments: list[str]) -> tuple[str, int]:
     ctx = pretrain.start_ranks(pretrain.prepare(arguments))
-    return ctx.cp_method, ctx.cp_size
+    return ctx.layout.cp_method, ctx.cp_size
 
 
 MISTAKES = {

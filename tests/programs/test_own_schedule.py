@@ -38,7 +38,7 @@ PLAN = "--preset gpt2-tiny --pp 2 --global-batch-size 4 --micro-batch-size 1"
 
 
 LATE = "--import late.py --schedule late".split()
-IN_A_V = "--import v_schedule.py --schedule greedy-v --virtual-pp 2".split()
+IN_A_V = "--import v_schedule.py --schedule greedy-v".split()
 both = pytest.mark.parametrize("own", [LATE, IN_A_V], ids=["late", "greedy-v"])
 
 
@@ -106,9 +106,3 @@ def test_it_is_drawn_and_planned(own, monkeypatch, capsys):
 def test_it_is_checked(own, layout):
     words = f"--model gpt2 --shrink --layouts {layout} --steps 2"
     assert "pass" in run("tools/check_parallel.py", *own[:2], *words.split())
-
-
-def test_a_v_of_one_stage_a_rank_is_refused(monkeypatch, capsys):
-    for tool, words in [(plot_schedule, "--pp 4"), (plan, PLAN)]:
-        _, _, error = run_main(tool, monkeypatch, capsys, *IN_A_V[:4], *words.split())
-        assert "placement v has two stages per rank, not 1: use virtual-pp 2" in error

@@ -17,6 +17,7 @@ from megazoo.models.llama import LlamaConfig
 from megazoo.models.mpt import MPTConfig
 from megazoo.parallel.schedule import placement_named_by
 from megazoo.testing import Layout
+from megazoo.testing.layouts import check_model
 from tests.support import training
 from tests.support.context_parallel import (
     KINDS,
@@ -89,7 +90,7 @@ MODELS = {
 def possible(layout: str, model: str) -> bool:
     """Whether the model can be cut so."""
     try:
-        Layout.named(layout).check(MODELS[model])
+        check_model(Layout.named(layout), MODELS[model])
     except UserError:
         return False
     return True
@@ -100,7 +101,7 @@ def sizes_of(layout: Layout | str) -> dict:
     layout = Layout.named(layout) if isinstance(layout, str) else layout
     return {
         "tp": layout.tp, "pp": layout.pp, "dp": layout.dp, "cp": layout.cp,
-        "sp": layout.sequence_parallel, "v": layout.virtual, "method": layout.cp_method,
+        "sp": layout.sequence_parallel, "v": layout.virtual_pp, "method": layout.cp_method,
         "placement": placement_named_by(layout.schedule),
         "folded": {"ep": layout.ep} if layout.ep > 1 else {},
     }  # fmt: skip

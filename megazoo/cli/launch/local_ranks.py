@@ -27,6 +27,7 @@ from megazoo.cli.launch.elastic import SAME
 from megazoo.cli.mistakes import user_files
 from megazoo.environment import LAUNCHER_NAMES, LAUNCHER_PREFIXES, of_local_rank
 from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.layout import Layout
 from megazoo.terminal import print_error
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
@@ -71,7 +72,7 @@ class LocalRanks:
         keep_on_interrupt: bool = False,
     ):
         self.output, self.keep_on_interrupt = output, keep_on_interrupt
-        self.layout, self.command = ParallelContext.virtual(tp, pp, dp, cp=cp), command
+        self.layout, self.command = ParallelContext(Layout(tp, pp, dp, cp=cp)), command
         # The ranks connect here. An open socket reserves its port: no other program can take it.
         self.socket = socket.create_server(("localhost", 0))
         self.processes: list[subprocess.Popen | Fork] = []

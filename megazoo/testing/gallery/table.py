@@ -14,10 +14,10 @@ import torch
 from megazoo.errors import UserError
 from megazoo.models.registry import family_of, from_config
 from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.layout import Layout
 from megazoo.testing.check import Verdict, check_parallel
 from megazoo.testing.compare import compare_layouts
 from megazoo.testing.gallery.planting import Bug
-from megazoo.testing.layouts import Layout
 from megazoo.testing.reference import run_reference
 from megazoo.testing.resume import ResumeVerdict, check_resume, pairs_of
 

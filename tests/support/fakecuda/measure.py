@@ -32,7 +32,7 @@ def context(tp: int = 1, pp: int = 1, dp: int = 1, rank: int = 0, **options) -> 
     """Return a rank's context on the fake device. options: those of ParallelContext.virtual."""
     ctx = ParallelContext.virtual(tp, pp, dp, rank=rank, **options)
     of_axes = {name: groups.Group(ctx.axis(name).size, ctx.axis(name).rank, name) for name in AXES}
-    mesh = groups.Mesh(of_axes, torch.arange(ctx.world_size).view(ctx.sizes))
+    mesh = groups.Mesh(of_axes, torch.arange(ctx.world_size).view(ctx.layout.sizes))
     joint = groups.Group(ctx.token_axis.size, ctx.token_axis.rank, "dp and cp")
     return dataclasses.replace(ctx, device=CUDA, mesh=mesh, joint_group=joint)
 

@@ -14,7 +14,7 @@ from megazoo.layers import cross_entropy, fused_cross_entropy
 from megazoo.models.gpt2 import GPT2Config
 from megazoo.models.llama import LlamaConfig
 from megazoo.models.mpt import MPTConfig
-from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.layout import Layout
 from megazoo.planning import PlannedRun, Planner
 from megazoo.torch_internals import TorchDispatchMode
 from tests.support.sampling import sampled
@@ -108,8 +108,8 @@ def bytes_of_a_step(config, layout, microbatches, rows=ROWS) -> tuple[int, int]:
     sampled([({}, 1), ({}, 4), ({"tp": 2}, 1), ({"pp": 2}, 4), ({"cp": 2}, 1)], 2, seed=4),
 )
 def test_the_live_bytes_of_a_step_are_those_of_the_plan(ranks, family, layout, microbatches):
-    config, parallel = CONFIGS[family], ParallelContext.virtual(**layout)
-    measured = ranks(bytes_of_a_step, parallel.world_size, config, layout, microbatches)
+    config, parallel = CONFIGS[family], Layout(**layout)
+    measured = ranks(bytes_of_a_step, parallel.ranks, config, layout, microbatches)
     run = PlannedRun(
         micro_batch_size=ROWS // microbatches,
         global_batch_size=ROWS,
@@ -118,7 +118,7 @@ def test_the_live_bytes_of_a_step_are_those_of_the_plan(ranks, family, layout, m
     )
     planned = Planner(config).plan(parallel, run).ranks
     for rank, (kept, most) in enumerate(measured):
-        told = planned[rank if parallel.pp_size > 1 else 0]
+        told = planned[rank if parallel.pp > 1 else 0]
         assert kept == told.total - told.activations
         assert most == pytest.approx(told.activations, rel=0.05)
 

@@ -27,6 +27,7 @@ from megazoo.models.qwen3 import Qwen3, Qwen3Config
 from megazoo.models.registry import FAMILIES, find_config, tiny_preset
 from megazoo.models.source import SavedModel
 from megazoo.parallel import ParallelContext, ParameterSpec, ShardedModule
+from megazoo.parallel.layout import Layout
 from megazoo.planning import PlannedRun, Planner, note_on_mfu
 from megazoo.planning.meter import forward_flops
 from megazoo.programs import plan
@@ -290,7 +291,7 @@ def test_an_attention_of_ones_own_counts_as_it_says(says, tmp_path, capsys):
     run_file(file)
     config = find_config("plain-tiny")
     how = {"global_batch_size": 1, "micro_batch_size": 1, "seq_length": 512}
-    runs = Planner(config).plan(ParallelContext(), PlannedRun(**how)).model_flops_per_token
+    runs = Planner(config).plan(Layout(), PlannedRun(**how)).model_flops_per_token
     scores = 12 * 2 * 32 * 512
     assert flops_per_token(config, 512) == pytest.approx(
         runs - (scores if says == "pass" else 0), rel=1e-9

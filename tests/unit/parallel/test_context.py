@@ -70,9 +70,10 @@ def test_a_placement_that_cannot_be_is_refused():
     with pytest.raises(UserError, match="unknown placement 'w': use loop or v"):
         ParallelContext.virtual(pp=2, placement="w")
     with pytest.raises(
-        UserError, match="placement v has two stages per rank, not 1: use virtual-pp"
+        UserError, match="placement v has two stages per rank, not 3: use virtual-pp"
     ):
-        ParallelContext.virtual(pp=2, placement="v")
+        ParallelContext.virtual(pp=2, placement="v", virtual=3)
+    assert ParallelContext.virtual(pp=2, placement="v").virtual_size == 2
 
 
 def totals():

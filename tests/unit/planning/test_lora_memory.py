@@ -18,7 +18,6 @@ from megazoo.models.counts import flops_per_token, parameter_count
 from megazoo.models.llama import LlamaConfig
 from megazoo.models.registry import find_config
 from megazoo.models.source import SavedModel
-from megazoo.parallel.context import ParallelContext
 from megazoo.planning import PlannedRun, Planner, find_layouts
 from megazoo.programs import plan as tool
 from tests.support.planning import plan
@@ -293,16 +292,9 @@ def test_a_search_tells_the_stages_apart_that_train():
         micro_batch_size=1, global_batch_size=8, seq_length=16, train_only=pattern, dtype="bfloat16"
     )
     found = list(find_layouts(Planner(config, True), 4, 1_200_000, run))
-    assert max(layout.pp for layout in found) == 4
+    assert max(each.layout.pp for each in found) == 4
     for each in found:
-        layout = ParallelContext.virtual(
-            each.tp,
-            each.pp,
-            each.dp,
-            virtual=each.virtual_pp,
-            sequence_parallel=each.sequence_parallel,
-        )
-        told = Planner(config).plan(layout, replace(run, zero=each.zero))
+        told = Planner(config).plan(each.layout, run)
         most = max(rank.total for rank in told.ranks)
         assert 0.999 * most <= each.total <= 1.05 * most
         assert each.step_flops == pytest.approx(told.step_flops)

@@ -20,6 +20,7 @@ from megazoo.models.gpt2 import GPT2Config
 from megazoo.models.registry import FAMILIES, family_of, find_config
 from megazoo.parallel import failure
 from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.layout import Layout
 from megazoo.parallel.schedule import Exchange, one_f_one_b, program
 from megazoo.planning import PlannedRun, Planner
 from megazoo.planning.ranks import place_in
@@ -54,10 +55,10 @@ def test_parameters_and_flops_are_those_of_the_built_model(preset):
     family = FAMILIES[family_of(config)]
     build = family.build if preset.endswith("tiny") else family.on_meta
     for pp_rank, tp_rank in product(range(pp), range(tp)):
-        ctx = ParallelContext.virtual(tp, pp, 1, rank=pp_rank * tp + tp_rank)
-        model = build(config, ctx)
+        layout = Layout(tp, pp)
+        model = build(config, ParallelContext(layout, pp_rank * tp + tp_rank))
         built = sum(parameter.numel() for parameter in model.parameters())
-        planned = planner.static(planner.build(place_in(ctx, pp_rank, tp_rank)), run)
+        planned = planner.static(planner.build(place_in(layout, pp_rank, tp_rank)), run)
         assert planned.parameters == built
         assert planned.weights == 2 * built
         assert planned.optimizer == 12 * built

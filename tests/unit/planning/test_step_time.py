@@ -8,6 +8,7 @@ import torch
 
 from megazoo.models.registry import find_config
 from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.layout import Layout
 from megazoo.parallel.schedule import gpipe, one_f_one_b, tables_of, zb_h1
 from megazoo.planning import GPUS, PlannedRun, Planner
 from megazoo.planning.meter import META, Cost, Meter
@@ -132,7 +133,7 @@ def test_what_goes_on_beside_products_by_hand(family):
     run = PlannedRun(micro_batch_size=2, global_batch_size=4, seq_length=16, dtype="float32")
     part = 4 * 2 * 16 * config.hidden_size / 2  # what a rank of two sends of an activation
     for cut, beside in ((True, 4), (False, 2 * 2)):  # an all-reduce sends twice as much
-        layout = ParallelContext.virtual(2, sequence_parallel=cut)
+        layout = Layout(2, sequence_parallel=cut)
         planner = Planner(config)
         (table,) = schedule_tables(layout, run)
         (costs,) = planner.costs(planner.build(place_in(layout, 0)), run, table)
@@ -143,10 +144,8 @@ def test_what_goes_on_beside_products_by_hand(family):
 def test_a_zero_bubble_schedule_delays_the_weights_of_experts():
     """Of a stage in the middle: all products but attention's and the router's wait for W."""
     config = find_config("mixtral-tiny")
-    run = PlannedRun(
-        micro_batch_size=2, global_batch_size=8, seq_length=16, dtype="float32", schedule="zb-h1"
-    )
-    layout, planner = ParallelContext.virtual(pp=4), Planner(config)
+    run = PlannedRun(micro_batch_size=2, global_batch_size=8, seq_length=16, dtype="float32")
+    layout, planner = Layout(pp=4, schedule="zb-h1"), Planner(config)
     model = planner.build(place_in(layout, 1))
     (costs,) = planner.costs(model, run, schedule_tables(layout, run)[1])
     tokens, hidden = 2 * 16, config.hidden_size

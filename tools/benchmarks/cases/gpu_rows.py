@@ -121,15 +121,15 @@ def layers_that_fit(preset: str, length: int, rows: int, memory: int) -> int:
 
 def planned_memory(config, length: int, rows: int) -> int:
     """Return the bytes on the device that a training step of one micro-batch needs."""
-    from megazoo.parallel.context import ParallelContext
+    from megazoo.parallel.layout import Layout
     from megazoo.planning import PlannedRun, Planner
 
     run = PlannedRun(
         global_batch_size=rows, micro_batch_size=rows, seq_length=length, dtype="bfloat16"
     )
-    planner, ctx = Planner(config, quick=True), ParallelContext.virtual(1, 1, 1)
-    planner.check(ctx, run)
-    return max(rank.total for rank in planner.plan(ctx, run).ranks)
+    planner, layout = Planner(config, quick=True), Layout()
+    planner.check(layout, run)
+    return max(rank.total for rank in planner.plan(layout, run).ranks)
 
 
 def product_flops(device: str, size: int = 1024) -> float:

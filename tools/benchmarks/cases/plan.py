@@ -19,13 +19,13 @@ def cases(setup: Setup) -> Iterator[Result]:
 def milliseconds_a_rank(pairs: int) -> list[list[float]]:
     """Return the milliseconds per rank for each world and run."""
     from megazoo.models.registry import find_config
-    from megazoo.parallel.context import ParallelContext
+    from megazoo.parallel.layout import Layout
     from megazoo.planning import PlannedRun, Planner
 
     run = PlannedRun(micro_batch_size=1, global_batch_size=1536, seq_length=2048, dtype="bfloat16")
 
     def plan(pp: int, dp: int):
-        return Planner(find_config(PRESET)).plan(ParallelContext.virtual(TP, pp, dp), run)
+        return Planner(find_config(PRESET)).plan(Layout(TP, pp, dp), run)
 
     seconds = seconds_in_turn([lambda: plan(*LARGE), lambda: plan(*SMALL)], pairs)
     worlds = [TP * pp * dp for pp, dp in (LARGE, SMALL)]

@@ -185,7 +185,7 @@ def measured(study: Study, runs: int) -> Curve:
 
 def plan(shape: Shape):
     """Return the planner's RankPlan of rank 0."""
-    from megazoo.parallel.context import ParallelContext
+    from megazoo.parallel.layout import Layout
     from megazoo.planning import PlannedRun, Planner
 
     run = PlannedRun(
@@ -194,7 +194,7 @@ def plan(shape: Shape):
         seq_length=shape.sequence,
         dtype="float32",
     )
-    layout = ParallelContext.virtual(shape.tp, shape.pp, shape.dp)
+    layout = Layout(shape.tp, shape.pp, shape.dp)
     return Planner(shape.config(), quick=True).plan(layout, run).ranks[0]
 
 
