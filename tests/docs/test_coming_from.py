@@ -25,7 +25,6 @@ from megazoo.checkpoint import Checkpoint, load
 from megazoo.cli.flags import parse_flags, settings_of
 from megazoo.cli.options import Options
 from megazoo.cli.parsing import CommandLine
-from megazoo.cli.rules import parse_stage_layers
 from megazoo.models.base import Model
 from megazoo.models.gpt2 import GPT2Config
 from megazoo.parallel.stages import cut_into_stages
@@ -188,7 +187,7 @@ def test_flags_are_the_training_programs(tmp_path, monkeypatch):
 
 
 def stages_of(words: list[str]):
-    return parse_stage_layers(CommandLine.read(words).options().parallel.stage_layers)
+    return CommandLine.read(words).options().parallel.layout(1).stage_layers
 
 
 def test_files_of_settings_are_read(tmp_path):
