@@ -264,8 +264,8 @@ def _give_help(kind: type) -> None:
 
     tyro would also find the docstrings, but show every line as a separate paragraph.
     """
-    for part in (part for part in kind.__mro__ if is_dataclass(part)):
-        for name, text in _texts_in(part).items():
+    for part in filter(inspect.get_annotations, kind.__mro__):
+        for name, text in _own_texts(part).items():
             described = Annotated[part.__annotations__[name], _help(text)]
             part.__annotations__[name] = described
     for f in fields(kind):
@@ -273,7 +273,15 @@ def _give_help(kind: type) -> None:
             _give_help(group)
 
 
-def _texts_in(kind: type) -> dict[str, str]:
+def texts_of(kind: type) -> dict[str, str]:
+    """Return the docstrings under the fields of a dataclass, in their order."""
+    texts = {}
+    for part in filter(inspect.get_annotations, reversed(kind.__mro__)):
+        texts |= _own_texts(part)
+    return texts
+
+
+def _own_texts(kind: type) -> dict[str, str]:
     """Return the docstrings under the fields of a dataclass, without those of its base classes."""
     parsed: Any = ast.parse(textwrap.dedent(inspect.getsource(kind)))
     texts: dict[str, Any] = {}
@@ -293,7 +301,7 @@ def _only(kind: type, names: tuple[str, ...]) -> type:
     first paragraph of their docstrings."""
     texts, groups = {}, [group for f in fields(kind) if (group := _group_of(f))]
     for group in groups:
-        texts |= _texts_in(group)
+        texts |= texts_of(group)
     kinds, defaults = kinds_of(kind), settings_of(kind)
     first = {name: _help(texts[name].partition("\n\n")[0]) for name in names}
     return make_dataclass(

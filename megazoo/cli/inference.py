@@ -103,7 +103,11 @@ def load_for_inference(
     # The ranks of --cp are replicas here: generation and scoring need full sequences.
     replicas = dp * options.cp
     layout = Layout(
-        options.tp, options.pp, replicas, ep=options.ep, stage_layers=options.stage_layers
+        tp=options.tp,
+        pp=options.pp,
+        dp=replicas,
+        ep=options.ep,
+        stage_layers=options.stage_layers,
     )
     # raises if the layers cannot be partitioned so
     source.model.all_stages(config, ParallelContext(layout))

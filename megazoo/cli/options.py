@@ -100,33 +100,14 @@ class ModelOptions:
     """Change of the bias per step, with --router-balance bias."""
 
 
-@dataclass
-class ParallelOptions:
+@dataclass(frozen=True, kw_only=True)
+class ParallelOptions(Layout):
     """Parallel layout: how the work is divided among ranks."""
 
-    tp: int = 1
-    """Tensor-parallel size: number of ranks that each layer is sharded over."""
     dp: Annotated[int | None, unset("INT", "number of ranks / (tp x pp x cp)")] = None
     """Data-parallel size: number of replicas of the model, each of tp x pp x cp ranks. Without a
     launcher, the program starts the ranks of all replicas on this machine (default: one replica).
     Under a launcher such as torchrun, the default is the only valid value."""
-    pp: int = 1
-    """Pipeline-parallel size: number of ranks that the layers are partitioned over."""
-    virtual_pp: int = 1
-    """Number of stages per pipeline rank. Above 1, 1f1b becomes the interleaved schedule: a smaller
-    bubble, but more communication."""
-    cp: int = 1
-    """Context-parallel size: number of ranks that each sequence is split over."""
-    cp_method: Literal["allgather", "ulysses"] = "allgather"
-    """How attention works across context-parallel ranks. allgather: gather the keys and values of
-    all ranks. ulysses: exchange heads (all-to-all), so that each rank attends over the full
-    sequence with some of the heads."""
-    ep: int = 1
-    """Expert-parallel size: number of ranks that the experts of each layer are sharded over. These
-    ranks are a part of dp x cp, which --ep must divide."""
-    stage_layers: str = "balanced"
-    """How layers are assigned to pipeline stages. balanced: by estimated cost. uniform: by number
-    of layers. Or the number of layers of each stage, such as 5,6,6,5."""
     sequence_parallel: Annotated[
         bool | None, unset("", "on for CUDA with tp above 1, otherwise off")
     ] = None
@@ -139,10 +120,10 @@ class ParallelOptions:
     last stage. zb-v: a sixth of the 1F1B bubble, and the memory of 1F1B's first rank on every rank.
     v-half: half of the bubble and of the memory. v-min: two thirds of the bubble and a third of the
     memory. dualpipe-v: a sixth of the bubble; it pairs a forward with a full backward."""
-    zero: Literal[0, 1] = 0
-    """ZeRO stage. 1: shard the state and the update of the optimizer over the ranks of dp and cp;
-    each rank has 1 / (dp x cp) of the state of its parameters. 0: each rank has all of this
-    state."""
+    stage_layers: str = "balanced"
+    """How layers are assigned to pipeline stages. balanced: by estimated cost. uniform: by number
+    of layers. Or the number of layers of each stage, such as 5,6,6,5."""
+    folded: ClassVar = ()
     offload_optimizer: bool = False
     """Store the optimizer's state in CPU memory, and run the update on the CPU."""
     timeout: float = 600.0
@@ -151,6 +132,9 @@ class ParallelOptions:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to run on. auto: cuda if every local rank can have its own GPU, otherwise cpu."""
 
+    def __post_init__(self):
+        """Check nothing yet: `layout` does, when all settings are known."""
+
     @property
     def replica(self) -> int:
         """The number of ranks per replica."""
@@ -158,8 +142,21 @@ class ParallelOptions:
 
     def layout(self, dp: int) -> Layout:
         """Return the layout. dp: the data-parallel size."""
-        names = {f.name for f in fields(Layout)} & {f.name for f in fields(self)}
-        return Layout(**{name: getattr(self, name) for name in names} | {"dp": dp})
+        kind = next(base for base in type(self).__mro__ if not issubclass(base, ParallelOptions))
+        values = {name: getattr(self, name) for name in layout_settings(kind)}
+        return kind(**values, dp=dp)
+
+
+def layout_settings(kind: type[Layout] = Layout) -> list[str]:
+    """Return the names of the settings of a layout except dp, which follows from the ranks."""
+    return [f.name for f in fields(kind) if f.name not in ("dp", "folded")]
+
+
+def parallel_options(kind: type[Layout]) -> type[ParallelOptions]:
+    """Return `ParallelOptions` with a flag for each further field of a subclass of Layout."""
+    own = {"__doc__": ParallelOptions.__doc__, "__annotations__": {}}
+    made = type("ParallelOptions", (ParallelOptions, kind), own)
+    return dataclass(frozen=True, kw_only=True)(made)
 
 
 @dataclass

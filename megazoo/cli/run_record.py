@@ -36,6 +36,7 @@ from megazoo.cli.options import (
     Options,
     ParallelOptions,
     TrainingOptions,
+    layout_settings,
 )
 from megazoo.data.corpus import standard_library_files
 from megazoo.data.text_files import files_of_stream, is_streamed, is_text
@@ -61,10 +62,7 @@ BESIDE |= {f.name for f in fields(Options) if f.default_factory is MISSING}
 BESIDE |= {"timeout", "device", "data_workers", "import", "dp"}
 # Settings that a resumed run may change: its end, and settings stored in its checkpoint.
 CARRIED = "steps epochs tokenizer".split()
-LAYOUT = (
-    "tp pp virtual_pp cp cp_method ep stage_layers sequence_parallel schedule zero "
-    "offload_optimizer"
-).split()
+LAYOUT = [*layout_settings(), "offload_optimizer"]
 
 
 @dataclass

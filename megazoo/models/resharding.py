@@ -32,7 +32,7 @@ def write_shards(
     """
     config, family = source.config, source.model
     family.check(config, tp, pp)
-    layout = Layout(tp, pp)
+    layout = Layout(tp=tp, pp=pp)
 
     def write(rank: int) -> dict:
         ctx = ParallelContext(layout, rank)

@@ -135,7 +135,7 @@ class SavedSource(ModelSource, Checkpoint):
         that wrote it: its rows would be read in the wrong order."""
         layout, folded = self.layout, self.layout.get("folded")
         dp, axes = layout["dp"] if folded else 1, tuple((folded or {}).items())
-        writers = ParallelContext(Layout(layout["tp"], dp=dp, folded=axes))
+        writers = ParallelContext(Layout(tp=layout["tp"], dp=dp, folded=axes))
         for entry in saved_entries(self.on_meta(writers)):
             stored = spec_from_manifest(self.tensors[entry.name])
             if stored.shards != entry.spec.shards_in(writers):

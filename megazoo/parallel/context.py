@@ -31,7 +31,7 @@ from megazoo.parallel.groups import (
     solitary_group,
     warm_up,
 )
-from megazoo.parallel.layout import AXES, ONE_RANK, Layout, schedule_placed
+from megazoo.parallel.layout import AXES, ONE_RANK, CPMethod, Layout, schedule_placed
 from megazoo.parallel.placement import Placement
 from megazoo.parallel.sizes import (
     check_sizes,
@@ -130,7 +130,7 @@ class ParallelContext(ShortNames):
         data_parallel_size: int | None = None,
         *,
         context_parallel_size: int = 1,
-        context_parallel_method: str = "allgather",
+        context_parallel_method: CPMethod = "allgather",
         sequence_parallel: bool | None = False,
         virtual_pipeline_size: int = 1,
         schedule: str | None = None,
@@ -187,9 +187,9 @@ class ParallelContext(ShortNames):
         check_sizes(tp, pp, cp, virtual_pipeline_size, data_parallel_size)
         world, _ = world_and_rank()
         layout = Layout(
-            tp,
-            pp,
-            data_parallel_size_for(world, tp, pp, data_parallel_size, cp),
+            tp=tp,
+            pp=pp,
+            dp=data_parallel_size_for(world, tp, pp, data_parallel_size, cp),
             cp=cp,
             cp_method=context_parallel_method,
             sequence_parallel=sequence_parallel,
@@ -264,7 +264,7 @@ class ParallelContext(ShortNames):
         dp: int = 1,
         *,
         cp: int = 1,
-        cp_method: str = "allgather",
+        cp_method: CPMethod = "allgather",
         rank: int = 0,
         sequence_parallel: bool | None = False,
         virtual: int = 1,
@@ -296,9 +296,9 @@ class ParallelContext(ShortNames):
             ColumnParallelLinear(8, 6, ctx=ctx).weight.shape  # [3, 8]
         """
         layout = Layout(
-            tp,
-            pp,
-            dp,
+            tp=tp,
+            pp=pp,
+            dp=dp,
             cp=cp,
             cp_method=cp_method,
             sequence_parallel=bool(sequence_parallel),

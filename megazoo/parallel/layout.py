@@ -2,9 +2,10 @@
 
 import math
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from megazoo.errors import UserError
 from megazoo.parallel.placement import PLACEMENTS, Placement
@@ -15,47 +16,63 @@ from megazoo.parallel.sizes import check_folded
 AXES = ("pp", "dp", "cp", "tp")
 # How attention communicates between cp ranks: see megazoo/layers/context_parallel.py.
 CP_METHODS = ("allgather", "ulysses")
-# Context-parallel methods that a name must contain: all except the default.
-OTHER_METHODS = CP_METHODS[1:]
-# Sizes in a layout's name, and their attributes.
-SIZES = {"tp": "tp", "cp": "cp", "pp": "pp", "dp": "dp", "ep": "ep", "v": "virtual_pp"}
+CPMethod = Literal["allgather", "ulysses"]
 
 
-@dataclass(frozen=True)
+def size(letters: str) -> Any:
+    """Declare a field of a layout as a size. letters: those before it in a layout's name."""
+    return field(default=1, metadata={"letters": letters})
+
+
+def switch(default: Any, values: Callable[[], dict[str, Any]]) -> Any:
+    """Declare a field of a layout as a switch. values: returns its values by their words in a
+    layout's name, such as {"sp": True}."""
+    return field(default=default, metadata={"values": values})
+
+
+@dataclass(frozen=True, kw_only=True)
 class Layout:
     """How the work of a run is divided among ranks: sizes and switches.
 
-    Attributes:
-        tp: Tensor-parallel size.
-        pp: Pipeline-parallel size.
-        dp: Data-parallel size.
-        virtual_pp: Stages per rank. If the schedule needs two, 1 becomes 2.
-        sequence_parallel: Use sequence parallelism. None: on CUDA only.
-        zero: 1 for ZeRO-1.
-        schedule: Pipeline schedule, which also determines the placement of the stages.
-        cp: Context-parallel size.
-        cp_method: One of CP_METHODS.
-        ep: Expert-parallel size, folded into dp x cp.
-        stage_layers: How layers are divided into stages: "balanced" by cost, "uniform" by number,
-            or the number of layers of each stage, also as text: 5,6,6,5.
-        folded: Names and sizes of further axes that are folded into dp x cp.
+    Each field is declared by `size` or `switch`. It appears in names, flags, records and plans, also
+    that of a subclass. The order of the fields is that of a name. The docstring under a field is
+    the help of its flag.
 
     Raises:
         UserError: The sizes do not fit together, or a name is unknown.
     """
 
-    tp: int = 1
-    pp: int = 1
-    dp: int = 1
-    virtual_pp: int = 1
-    sequence_parallel: bool | None = False
-    zero: int = 0
-    schedule: str = "1f1b"
-    cp: int = 1
-    cp_method: str = CP_METHODS[0]
-    ep: int = 1
+    tp: int = size("tp")
+    """Tensor-parallel size: number of ranks that each layer is sharded over."""
+    cp: int = size("cp")
+    """Context-parallel size: number of ranks that each sequence is split over."""
+    pp: int = size("pp")
+    """Pipeline-parallel size: number of ranks that the layers are partitioned over."""
+    dp: int = size("dp")
+    """Data-parallel size: number of replicas."""
+    ep: int = size("ep")
+    """Expert-parallel size: number of ranks that the experts of each layer are sharded over. These
+    ranks are a part of dp x cp, which --ep must divide."""
+    virtual_pp: int = size("v")
+    """Number of stages per pipeline rank. Above 1, 1f1b becomes the interleaved schedule: a smaller
+    bubble, but more communication. A schedule that needs two sets them."""
+    sequence_parallel: bool | None = switch(False, lambda: {"sp": True})
+    """Whether to use sequence parallelism. None: on CUDA only."""
+    zero: Literal[0, 1] = switch(0, lambda: {"zero": 1})
+    """ZeRO stage. 1: shard the state and the update of the optimizer over the ranks of dp and cp;
+    each rank has 1 / (dp x cp) of the state of its parameters. 0: each rank has all of this
+    state."""
+    cp_method: CPMethod = switch("allgather", lambda: {name: name for name in CP_METHODS[1:]})
+    """How attention works across context-parallel ranks. allgather: gather the keys and values of
+    all ranks. ulysses: exchange heads (all-to-all), so that each rank attends over the full
+    sequence with some of the heads."""
+    schedule: str = switch("1f1b", lambda: {name: name for name in SCHEDULES})
+    """Pipeline schedule, which also determines the placement of the stages."""
     stage_layers: str | tuple[int, ...] = "balanced"
+    """How layers are divided into stages: "balanced" by cost, "uniform" by number, or the number of
+    layers of each stage, also as text: 5,6,6,5."""
     folded: tuple[tuple[str, int], ...] = ()
+    """Names and sizes of further axes that are folded into dp x cp."""
 
     def __post_init__(self):
         folded = dict(self.folded)
@@ -88,46 +105,46 @@ class Layout:
         Raises:
             UserError: The name is invalid.
         """
+        letters, words = cls._letters(), cls._words()
         sizes, *options = name.split("+")
-        axis = "|".join(SIZES)
-        found = re.fullmatch(rf"(({axis})[1-9]\d*)*", sizes)
-        pairs = re.findall(rf"({axis})(\d+)", sizes)
-        given: dict[str, Any] = {SIZES[name]: int(size) for name, size in pairs}
-        if len(given) < len(pairs):  # a size is given twice: tp2tp4
-            found = None
-        for option in options:
-            if option == "sp":
-                given["sequence_parallel"] = True
-            elif option == "zero":
-                given["zero"] = 1
-            elif option in OTHER_METHODS:
-                given["cp_method"] = option
-            elif option in SCHEDULES:
-                given["schedule"] = option
-            else:
-                found = None
-        if not found or not name:
+        found = re.findall(rf"({'|'.join(letters)})([1-9]\d*)", sizes)
+        given: dict[str, Any] = {letters[letter]: int(size) for letter, size in found}
+        is_name = name and "".join(map("".join, found)) == sizes and {*options} <= words.keys()
+        if not is_name or len(given) < len(found):  # a size may be given twice: tp2tp4
+            example = "".join(f"{letter}2" for letter in letters)
             raise UserError(
-                f"unknown layout {name!r}: write sizes, tp2cp2pp2dp2ep2v2, then what is on: "
-                f"{switches()}"
+                f"unknown layout {name!r}: write sizes, {example}, then what is on: {switches(cls)}"
             )
+        given |= dict(words[word] for word in options)
         if "ep" in given and "dp" not in given:
             given["dp"] = given["ep"] // math.gcd(given["ep"], given.get("cp", 1))
         return cls(**given)
 
     def __str__(self) -> str:
-        sizes = "".join(
-            f"{axis}{getattr(self, name)}"
-            for axis, name in SIZES.items()
-            if getattr(self, name) > 1
-        )
-        on: list[Any] = [
-            self.sequence_parallel and "sp",
-            self.zero and "zero",
-            self.cp_method != Layout.cp_method and self.cp_method,
-            self.schedule != Layout.schedule and self.schedule,
+        values = {name: getattr(self, name) for name in self._letters().values()}
+        sizes = [f"{k}{values[name]}" for k, name in self._letters().items() if values[name] > 1]
+        on = [
+            word
+            for word, (name, value) in self._words().items()
+            if getattr(self, name) == value != getattr(type(self), name)
         ]
-        return "+".join([sizes or "tp1", *filter(None, on)])
+        return "+".join(["".join(sizes) or "tp1", *on])
+
+    @classmethod
+    def _letters(cls) -> dict[str, str]:
+        """Return the names of the sizes, by their letters."""
+        found = {f.metadata.get("letters"): f.name for f in fields(cls)}
+        return {letters: name for letters, name in found.items() if letters}
+
+    @classmethod
+    def _words(cls) -> dict[str, tuple[str, Any]]:
+        """Return the names and values of the switches, by their words."""
+        return {
+            word: (f.name, value)
+            for f in fields(cls)
+            if "values" in f.metadata
+            for word, value in f.metadata["values"]().items()
+        }
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -184,6 +201,6 @@ def schedule_placed(placement: str | None, schedule: str | None = None) -> str:
     return next(name for name in SCHEDULES if placement_named_by(name) == placement)
 
 
-def switches() -> str:
-    """Return the options of layouts as a text: "+sp, +zero, ..."."""
-    return ", ".join(f"+{name}" for name in ("sp", "zero", *OTHER_METHODS, *SCHEDULES))
+def switches(kind: type[Layout] = Layout) -> str:
+    """Return the switches of layouts as a text: "+sp, +zero, ..."."""
+    return ", ".join(f"+{word}" for word in kind._words())

@@ -8,7 +8,7 @@ tensors is not counted: the CUDA context, communication buffers and fragmentatio
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -316,18 +316,12 @@ def schedule_tables(layout: Layout, run: PlannedRun) -> list[list[Action]]:
 def _described(layout: Layout, run: PlannedRun) -> dict:
     """Return the layout as it appears in a plan, by the names of the flags."""
     cuts = layout.stage_layers
+    values = {f.name: getattr(layout, f.name) for f in fields(layout)}
+    del values["ep"], values["folded"]
     return {
-        "tp": layout.tp,
-        "pp": layout.pp,
-        "virtual_pp": layout.virtual_pp,
-        "cp": layout.cp,
-        "cp_method": layout.cp_method,
+        **values,
         "stage_layers": cuts if isinstance(cuts, str) else ",".join(map(str, cuts)),
-        "sequence_parallel": layout.sequence_parallel,
-        "schedule": layout.schedule,
-        "zero": layout.zero,
         "offload_optimizer": run.offload_optimizer,
-        "dp": layout.dp,
         **({"folded": dict(layout.folded_sizes)} if layout.folded_sizes else {}),
     }
 

@@ -39,7 +39,7 @@ from megazoo.cli.flags import (
     with_settings,
 )
 from megazoo.cli.launch.local_ranks import PASSED_ON, LocalRanks
-from megazoo.cli.options import ImportOption
+from megazoo.cli.options import ImportOption, layout_settings
 from megazoo.cli.options import Options as TrainingProgram
 from megazoo.cli.parsing import required
 from megazoo.cli.rules import check_value, model_config
@@ -210,16 +210,9 @@ def steps_to_train(directory: Path, recorded: Recorded, steps: list[Step]) -> li
 
 def own_layout(recorded: Recorded, settings: dict) -> Layout:
     """Return the layout of the recorded run, as far as the name of a layout describes it."""
-    sizes = {name: settings[name] for name in ("tp", "pp", "cp")}
-    names = ("cp_method", "ep", "zero", "schedule")
-    more = {name: settings[name] for name in names if name in settings}
-    return Layout(
-        **sizes,
-        **more,
-        dp=recorded.dp,
-        virtual_pp=settings.get("virtual_pp", 1),
-        sequence_parallel=bool(settings.get("sequence_parallel")),
-    )
+    names = set(layout_settings()) - {"stage_layers"}
+    found = {name: settings[name] for name in names if name in settings}
+    return Layout(**found, dp=recorded.dp).settled("cpu")
 
 
 def check_layout(layout: Layout | None, own: Layout, recorded: Recorded, config) -> None:
@@ -296,8 +289,8 @@ def train_again(
     if layout is not None:
         for name in LAYOUT:
             settings.pop(name, None)
-        names = "tp pp virtual_pp cp cp_method ep zero schedule sequence_parallel".split()
-        settings |= {name: getattr(layout, name) for name in names}
+        named = set(layout_settings()) - {"stage_layers"}
+        settings |= {name: getattr(layout, name) for name in named}
         dp = layout.dp
         rows = settings["global_batch_size"] // dp
         settings["micro_batch_size"] = math.gcd(settings["micro_batch_size"], rows)

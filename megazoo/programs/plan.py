@@ -20,7 +20,7 @@ fastest is listed.
 import json
 import sys
 from contextlib import redirect_stdout
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, ClassVar, Literal
 
 import tyro
@@ -87,7 +87,7 @@ SEARCH_COLUMNS = [
 SELECTED = (*SEARCHED, "recompute")
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
 class PlanParallelOptions(ParallelOptions):
     """Parallel layout: how the work is divided among ranks."""
 
@@ -155,7 +155,7 @@ def main(arguments: list[str]) -> None:
     if options.gpus < 1:
         raise UserError(f"--gpus {options.gpus} must be at least 1")
     if options.parallel.device == "auto":
-        options.parallel.device = "cuda"
+        options.parallel = replace(options.parallel, device="cuda")
     limit = options.memory_limit
     if options.plot:
         check_picture("--plot", options.plot)

@@ -56,7 +56,7 @@ def layout_figure(options: Options) -> "Figure":
     """Return the map of the ranks of a layout."""
     pyplot = import_pyplot()
     tp, pp, cp, dp = options.tp, options.pp, options.cp, options.dp
-    layout = Layout(tp, pp, dp, cp=cp, ep=options.ep)
+    layout = Layout(tp=tp, pp=pp, dp=dp, cp=cp, ep=options.ep)
     rows, columns = dp * cp, pp * tp
     size = (1.6 + max(0.7 * columns, 2.4), 1.1 + 0.5 * rows)
     figure, axes = pyplot.subplots(figsize=size, layout="constrained")

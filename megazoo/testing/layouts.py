@@ -3,13 +3,13 @@
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
-from typing import Any
+from typing import Any, Literal
 
 from megazoo.errors import UserError
 from megazoo.models.registry import FAMILIES, family_of
 from megazoo.models.rules import check_layout
 from megazoo.parallel.context import ParallelContext
-from megazoo.parallel.layout import OTHER_METHODS, Layout
+from megazoo.parallel.layout import CP_METHODS, Layout
 from megazoo.parallel.schedule import SCHEDULES, placement_named_by
 from megazoo.testing.ranks import GROUP_TIMEOUT
 
@@ -23,7 +23,7 @@ def check_model(layout: Layout, config: Any) -> None:
     """Raise UserError if a model cannot be sharded or run in a layout."""
     if layout.sequence_parallel and layout.tp == 1:
         raise UserError(f"{layout}: sequence parallelism needs tp above 1")
-    if layout.cp_method in OTHER_METHODS and layout.cp == 1:
+    if layout.cp_method in CP_METHODS[1:] and layout.cp == 1:
         raise UserError(f"{layout}: {layout.cp_method} needs cp above 1")
     try:
         check_layout(FAMILIES[family_of(config)], config, layout)
@@ -43,9 +43,10 @@ def all_layouts(config: Any, ranks: int) -> list[Layout]:
     for tp, cp, pp, dp in product(sizes, repeat=4):
         if not 1 < tp * cp * pp * dp <= ranks:
             continue
-        sp, zero = [False, True] if tp > 1 else [False], [0, 1] if cp * dp > 1 else [0]
-        plain = Layout(tp, pp, dp, cp=cp)
-        ways = [replace(plain, cp_method=method) for method in OTHER_METHODS if cp > 1]
+        sp = [False, True] if tp > 1 else [False]
+        zero: list[Literal[0, 1]] = [0, 1] if cp * dp > 1 else [0]
+        plain = Layout(tp=tp, pp=pp, dp=dp, cp=cp)
+        ways = [replace(plain, cp_method=method) for method in CP_METHODS[1:] if cp > 1]
         ways += [
             replace(plain, zero=stage, schedule=schedule, virtual_pp=virtual)
             for stage, (schedule, virtual) in product(zero, _ways_to_run(pp))

@@ -18,6 +18,7 @@ from unittest import mock
 import torch
 
 from megazoo import pretrain
+from megazoo.cli.options import layout_settings
 from megazoo.environment import is_rank_zero
 from megazoo.models.base import Model
 from megazoo.models.registry import FAMILIES
@@ -207,10 +208,14 @@ def _arguments(subject: Subject, layout: Layout, directory: Path) -> list[str]:
         "global-batch-size": ROWS, "micro-batch-size": rows,
         "steps": STEPS, "eval-interval": 1, "eval-steps": EVALUATED, "peak-tflops": PEAK,
         "dtype": "float32", "device": "cpu", "optimizer": subject.optimizer,
-        "tp": layout.tp, "pp": layout.pp, "cp": layout.cp, "ep": layout.ep,
-        "cp-method": layout.cp_method, "virtual-pp": layout.virtual_pp, "zero": layout.zero,
-        "schedule": layout.schedule, "lora-rank": subject.lora_rank,
+        "lora-rank": subject.lora_rank,
     }  # fmt: skip
+    others = {"sequence_parallel", "stage_layers"}  # a switch, and no part of a name
+    flags |= {
+        name.replace("_", "-"): getattr(layout, name)
+        for name in layout_settings(type(layout))
+        if name not in others
+    }
     if subject.lora_rank:
         flags["lora-targets"] = ",".join(subject.targets)
     switches = ["--sequence-parallel"] if layout.sequence_parallel else []

@@ -9,7 +9,6 @@ $ python -m tests.docs.refresh_docs
 tests/docs/test_pages.py compares them with the code.
 """
 
-import ast
 import re
 import subprocess
 import sys
@@ -25,6 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 from megazoo.cli import options as settings  # noqa: E402
 from megazoo.cli.commands import COMMANDS  # noqa: E402
+from megazoo.cli.flags import texts_of  # noqa: E402
 from megazoo.errors import UserError  # noqa: E402
 from megazoo.layers.rotary import SCALINGS  # noqa: E402
 from megazoo.models.gguf.architecture import ARCHITECTURES  # noqa: E402
@@ -71,14 +71,13 @@ def _architecture(config) -> str:
 
 def flag_table() -> str:
     """Return one table for each group of settings: flag, default, effect."""
-    helps = help_texts(Path(settings.__file__).read_text())
     groups = [f.default_factory for f in fields(settings.Options) if f.default_factory != MISSING]
     tables = []
     for group in (*groups, settings.Options):
         heading = HEADINGS[group.__name__]
-        hints = get_type_hints(group, include_extras=True)
+        hints, texts = get_type_hints(group, include_extras=True), texts_of(group)
         rows = [
-            row(f, hints[f.name], help_of(group, f.name, helps))
+            row(f, hints[f.name], " ".join(texts.get(f.name, "").split()))
             for f in fields(group)
             if group is not settings.Options or not is_dataclass(f.default_factory)
         ]
@@ -89,23 +88,7 @@ def flag_table() -> str:
     return "\n".join(tables)
 
 
-def help_of(group: type, field: str, helps: dict[tuple[str, str], str]) -> str | None:
-    """The help of a setting, which the group or a class before it has."""
-    return next(filter(None, (helps.get((kind.__name__, field)) for kind in group.__mro__)), None)
-
-
-def help_texts(source: str) -> dict[tuple[str, str], str]:
-    """Return the string below each field of each class, by the names of both."""
-    texts = {}
-    for kind in ast.walk(ast.parse(source)):
-        if isinstance(kind, ast.ClassDef):
-            for field, text in zip(kind.body, kind.body[1:], strict=False):
-                if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
-                    texts[kind.name, field.target.id] = " ".join(text.value.value.split())
-    return texts
-
-
-def row(field, hint, text: str | None) -> str:
+def row(field, hint, text: str) -> str:
     """Return a setting's line of the table. Without a text below it, its annotation has one."""
     extras = getattr(hint, "__metadata__", ())
     text = text or " ".join(extra.help for extra in extras if extra.help)

@@ -72,7 +72,7 @@ class LocalRanks:
         keep_on_interrupt: bool = False,
     ):
         self.output, self.keep_on_interrupt = output, keep_on_interrupt
-        self.layout, self.command = ParallelContext(Layout(tp, pp, dp, cp=cp)), command
+        self.layout, self.command = ParallelContext(Layout(tp=tp, pp=pp, dp=dp, cp=cp)), command
         # The ranks connect here. An open socket reserves its port: no other program can take it.
         self.socket = socket.create_server(("localhost", 0))
         self.processes: list[subprocess.Popen | Fork] = []

@@ -55,7 +55,7 @@ def test_parameters_and_flops_are_those_of_the_built_model(preset):
     family = FAMILIES[family_of(config)]
     build = family.build if preset.endswith("tiny") else family.on_meta
     for pp_rank, tp_rank in product(range(pp), range(tp)):
-        layout = Layout(tp, pp)
+        layout = Layout(tp=tp, pp=pp)
         model = build(config, ParallelContext(layout, pp_rank * tp + tp_rank))
         built = sum(parameter.numel() for parameter in model.parameters())
         planned = planner.static(planner.build(place_in(layout, pp_rank, tp_rank)), run)

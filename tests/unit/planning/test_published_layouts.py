@@ -62,7 +62,7 @@ def times(config, gpu, length, batch, runs, micro_batch=1, recompute=FULL, sp=Fa
     Without ZeRO: Megatron-LM's runs of these tables had none."""
     planner, told = Planner(config, quick=True), []
     for tp, pp, virtual_pp, dp in runs:
-        layout = Layout(tp, pp, dp, virtual_pp, sp)
+        layout = Layout(tp=tp, pp=pp, dp=dp, virtual_pp=virtual_pp, sequence_parallel=sp)
         run = PlannedRun(
             micro_batch_size=micro_batch, global_batch_size=batch, seq_length=length,
             dtype="bfloat16", recompute=recompute,

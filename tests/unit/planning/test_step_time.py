@@ -133,7 +133,7 @@ def test_what_goes_on_beside_products_by_hand(family):
     run = PlannedRun(micro_batch_size=2, global_batch_size=4, seq_length=16, dtype="float32")
     part = 4 * 2 * 16 * config.hidden_size / 2  # what a rank of two sends of an activation
     for cut, beside in ((True, 4), (False, 2 * 2)):  # an all-reduce sends twice as much
-        layout = Layout(2, sequence_parallel=cut)
+        layout = Layout(tp=2, sequence_parallel=cut)
         planner = Planner(config)
         (table,) = schedule_tables(layout, run)
         (costs,) = planner.costs(planner.build(place_in(layout, 0)), run, table)

@@ -25,7 +25,7 @@ def milliseconds_a_rank(pairs: int) -> list[list[float]]:
     run = PlannedRun(micro_batch_size=1, global_batch_size=1536, seq_length=2048, dtype="bfloat16")
 
     def plan(pp: int, dp: int):
-        return Planner(find_config(PRESET)).plan(Layout(TP, pp, dp), run)
+        return Planner(find_config(PRESET)).plan(Layout(tp=TP, pp=pp, dp=dp), run)
 
     seconds = seconds_in_turn([lambda: plan(*LARGE), lambda: plan(*SMALL)], pairs)
     worlds = [TP * pp * dp for pp, dp in (LARGE, SMALL)]

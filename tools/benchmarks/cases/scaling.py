@@ -194,7 +194,7 @@ def plan(shape: Shape):
         seq_length=shape.sequence,
         dtype="float32",
     )
-    layout = Layout(shape.tp, shape.pp, shape.dp)
+    layout = Layout(tp=shape.tp, pp=shape.pp, dp=shape.dp)
     return Planner(shape.config(), quick=True).plan(layout, run).ranks[0]
 
 
