@@ -34,9 +34,9 @@ def switch(default: Any, values: Callable[[], dict[str, Any]]) -> Any:
 class Layout:
     """How the work of a run is divided among ranks: sizes and switches.
 
-    Each field is declared by `size` or `switch`. It appears in names, flags, records and plans, also
-    that of a subclass. The order of the fields is that of a name. The docstring under a field is
-    the help of its flag.
+    Each field that is declared by `size` or `switch` appears in names, flags, records and plans,
+    also one of a subclass. The order of the fields is that of a name. The docstring under a field
+    is the help of its flag.
 
     Raises:
         UserError: The sizes do not fit together, or a name is unknown.
