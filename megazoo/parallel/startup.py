@@ -62,10 +62,10 @@ def initialize(device: torch.device, world: int, timeout: timedelta) -> None:
 
 def agree_on_name(rank: int, device: torch.device) -> str:
     """Return a name for a context, the same on all ranks. Also make all ranks use rank 0's methods
-    of CPU matrix products."""
-    measures = rank == 0 and device.type == "cpu"
-    told = [(uuid.uuid4().hex, products.verdicts() if measures else None)]
+    of CPU matrix products: the machines of a job may differ."""
+    products.follow(None)
+    told = [(uuid.uuid4().hex, products.methods() if device.type == "cpu" else None)]
     dist.broadcast_object_list(told)
-    ((name, verdict),) = told
-    products.follow(verdict)
+    ((name, methods),) = told
+    products.follow(methods)
     return name

@@ -54,7 +54,7 @@ def test_bfloat16_is_multiplied_as_fp32_where_that_is_faster(monkeypatch):
     weight_grad = (wide_grad.flatten(0, 1).t() @ wide_x.flatten(0, 1)).float()
     for pays, dtype in ((True, torch.float32), (False, torch.bfloat16)):
         monkeypatch.setattr(
-            products, "verdicts", lambda answer=pays: products.Verdicts(answer, False)
+            products, "methods", lambda answer=pays: products.Methods(answer, False)
         )
         x.grad = weight.grad = bias.grad = None
         assert products.product_dtype(x) == dtype
@@ -68,7 +68,7 @@ def test_bfloat16_is_multiplied_as_fp32_where_that_is_faster(monkeypatch):
         torch.testing.assert_close(
             bias.grad.double(), wide_grad.sum((0, 1)), rtol=2**-7, atol=2**-7
         )
-    monkeypatch.setattr(products, "verdicts", lambda: products.Verdicts(True, False))
+    monkeypatch.setattr(products, "methods", lambda: products.Methods(True, False))
     # a few tokens: the weights would take longer to widen
     assert products.product_dtype(x[:, :4]) == torch.bfloat16
 

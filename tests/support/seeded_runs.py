@@ -70,7 +70,7 @@ LLAMA = LlamaConfig(**GROUPED)
 GEMMA2 = Gemma2Config(**GROUPED, head_size=8, window=5, query_scalar=8)
 MIXTRAL = MixtralConfig(**GROUPED, experts=4, router_aux_loss_coef=0.01, router_z_loss_coef=0.001)
 # Rows and weights above the limits of products.py, where a CPU's methods are chosen.
-WIDE = LlamaConfig(**{**GROUPED, "layers": 2, "hidden_size": 256, "ffn_size": 512})
+WIDE = LlamaConfig(**{**GROUPED, "layers": 2, "hidden_size": 256, "ffn_size": 2048})
 SAMPLED = dict(do_sample=True, temperature=0.8, top_k=20, top_p=0.9, seed=5)
 RUNS = {
     "gpt2": Run(GPT2),
@@ -144,7 +144,7 @@ def record(run: Run) -> dict[str, list]:
     """Train, evaluate, run a forward and generate; return the numbers of this rank."""
     ctx = context(**run.layout)
     # Not by a measurement, which may differ the next time.
-    products.follow(products.Verdicts(widened=True, by_onednn=True))
+    products.follow(products.Methods(widened=True, by_onednn=True))
     model = randomize(megazoo.from_config(run.config, ctx, seed=3, dtype=run.dtype))
     model.recompute(*run.recompute)
     if run.lora:

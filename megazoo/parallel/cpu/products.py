@@ -1,8 +1,10 @@
-"""Choose the dtype and the library of matrix products on CPUs."""
+"""Choose the dtype and the library of matrix products on CPUs, by the CPU's instructions and the
+shapes, so that equal runs on equal machines round equally."""
 
 import functools
-import time
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -12,14 +14,14 @@ from megazoo.torch_internals import linear_by_onednn
 
 WIDENED_ROWS = 128  # the minimum for products in fp32: see product_dtype
 FEW_ROWS = 32  # the maximum for which another library is used: see linear_for
-FEWEST_WEIGHTS = 1 << 16  # of such a matrix; a smaller one fits into a cache
-FEATURES, PAIRS = 512, 5  # of the measurement, which takes about 20 ms
-OUTPUTS = 8192  # of a matrix that does not fit into a core's cache, like those of a model
-MARGIN = 1.25  # the factor by which the other must be faster, so that near ties end the same
+FEWEST_WEIGHTS = 1 << 18  # of such a matrix: oneDNN needs longer to start
+# Instructions that multiply bfloat16, as Linux names them: of x86 and of ARM.
+OF_BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}
+CPU_FILE = Path("/proc/cpuinfo")
 
 
-class Verdicts(NamedTuple):
-    """The faster methods on a CPU.
+class Methods(NamedTuple):
+    """The methods of products that are faster on a CPU.
 
     widened: compute products of bfloat16 in fp32. by_onednn: compute products of few rows in fp32
     with oneDNN instead of the BLAS library (MKL), which runs them on one core.
@@ -29,7 +31,7 @@ class Verdicts(NamedTuple):
     by_onednn: bool
 
 
-_agreed: Verdicts | None = None  # set by `follow`
+_agreed: Methods | None = None  # set by `follow`
 
 
 def linear_for(x: torch.Tensor, weight: torch.Tensor) -> Callable[..., torch.Tensor]:
@@ -44,7 +46,7 @@ def linear_for(x: torch.Tensor, weight: torch.Tensor) -> Callable[..., torch.Ten
         and x.device.type == "cpu"
         and x.shape[:-1].numel() <= FEW_ROWS
     )
-    if few and weight.numel() >= FEWEST_WEIGHTS and verdicts().by_onednn:
+    if few and weight.numel() >= FEWEST_WEIGHTS and methods().by_onednn:
         return linear_by_onednn
     return F.linear
 
@@ -58,18 +60,20 @@ def product_dtype(x: torch.Tensor) -> torch.dtype:
     """
     if x.dtype != torch.bfloat16 or x.device.type != "cpu" or torch.compiler.is_compiling():
         return x.dtype
-    widened = x.shape[:-1].numel() >= WIDENED_ROWS and verdicts().widened
+    widened = x.shape[:-1].numel() >= WIDENED_ROWS and methods().widened
     return torch.float32 if widened else x.dtype
 
 
-def verdicts() -> Verdicts:
-    """Return the faster methods: those that `follow` set, otherwise the result of a measurement,
-    which runs once per process."""
-    return _measured() if _agreed is None else _agreed
+def methods() -> Methods:
+    """Return the methods that `follow` set, otherwise those of this CPU."""
+    if _agreed is not None:
+        return _agreed
+    has_both = torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()
+    return Methods(widened=not _has_bfloat16(), by_onednn=has_both)
 
 
-def follow(agreed: Verdicts | None) -> None:
-    """Set the methods of this process. None: measure them.
+def follow(agreed: Methods | None) -> None:
+    """Set the methods of this process. None: those of its CPU.
 
     All ranks of a world use the methods of rank 0. If ranks rounded their products differently,
     values that are replicated on several ranks, such as norms, would diverge.
@@ -79,34 +83,11 @@ def follow(agreed: Verdicts | None) -> None:
 
 
 @functools.cache
-def _measured() -> Verdicts:
-    """Measure both methods of each product, with the threads of this process."""
-    x, weight = (
-        torch.ones(rows, FEATURES, dtype=torch.bfloat16) for rows in (WIDENED_ROWS, FEATURES)
-    )
-    row, matrix = torch.ones(1, FEATURES), torch.ones(OUTPUTS, FEATURES)
-    with torch.no_grad():
-        widened = _is_faster(
-            lambda: F.linear(x.float(), weight.float()).bfloat16(),
-            lambda: F.linear(x, weight),
-        )
-        by_onednn = torch.backends.mkldnn.is_available() and _is_faster(
-            lambda: linear_by_onednn(row, matrix, None), lambda: F.linear(row, matrix)
-        )
-    return Verdicts(widened, by_onednn)
-
-
-def _is_faster(other: Callable, usual: Callable) -> bool:
-    """Time two functions alternately, and return whether the first one is faster by MARGIN.
-
-    It compares the shortest times, because other processes can only increase them.
-    """
-
-    def seconds(function: Callable) -> float:
-        began = time.perf_counter()
-        function()
-        return time.perf_counter() - began
-
-    pairs = [(seconds(other), seconds(usual)) for _ in range(PAIRS)]
-    of_other, of_usual = (min(times) for times in zip(*pairs, strict=True))
-    return of_other * MARGIN < of_usual
+def _has_bfloat16() -> bool:
+    """Return whether this CPU has instructions for products of bfloat16. False if unknown."""
+    try:
+        text = CPU_FILE.read_text()
+    except OSError:
+        return False
+    lines = re.findall(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
+    return bool(lines) and all(OF_BFLOAT16 & {*line.split()} for line in lines)

@@ -111,7 +111,7 @@ def check_linear(deferred, recompute, bias, dtype):
 
 def test_linear_of_bfloat16_widened_on_cpus(monkeypatch):
     """The sums are fp32 then, and rounded once: nearer to the truth than the plain formula."""
-    monkeypatch.setattr(products, "verdicts", lambda: products.Verdicts(True, False))
+    monkeypatch.setattr(products, "methods", lambda: products.Methods(True, False))
     inputs = [numbers(2, 64, 24), numbers(16, 24, seed=1), numbers(16, seed=2)]
     inputs = [x.bfloat16() for x in inputs]
     assert products.product_dtype(inputs[0]) == torch.float32

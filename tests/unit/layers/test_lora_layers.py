@@ -66,7 +66,7 @@ def check_products(dtype, recompute, deferred, frozen):
 
 
 def test_products_of_bfloat16_widened_on_cpus(monkeypatch):
-    monkeypatch.setattr(products, "verdicts", lambda: products.Verdicts(True, False))
+    monkeypatch.setattr(products, "methods", lambda: products.Methods(True, False))
     inputs = inputs_of(torch.bfloat16, tokens=64)
     exact = results(plain, *(x.float() for x in inputs))
     ours = results(lambda x, *w: matmul.multiply(x, w[:3], w[3]), *inputs)
@@ -143,7 +143,7 @@ def kept(function, *inputs):
 @pytest.mark.parametrize("layer", [ColumnParallelLinear, RowParallelLinear])
 def test_frozen_weights_need_no_input(layer, dtype, monkeypatch):
     """In bfloat16 as it is widened on CPUs, too."""
-    monkeypatch.setattr(products, "verdicts", lambda: products.Verdicts(True, False))
+    monkeypatch.setattr(products, "methods", lambda: products.Methods(True, False))
     module, x = layer(24, 16).to(dtype), numbers(2, 64, 24, dtype=dtype).requires_grad_() * 1
     assert x.shape in kept(module, x) or (128, 24) in kept(module, x)
     module.weight.requires_grad_(False)

@@ -26,7 +26,7 @@ from tests.support.training import (
     run_in_layout,
 )
 
-NOT_WIDENED = products.Verdicts(widened=False, by_onednn=False)
+NOT_WIDENED = products.Methods(widened=False, by_onednn=False)
 
 
 def product(total, a, b):
@@ -47,7 +47,7 @@ def products_in_fp32():
     with (
         mock.patch.object(deferred, "multiplies_in_fp32", lambda x: x.element_size() == 2),
         mock.patch.object(deferred, "product_in_fp32", counted),
-        mock.patch.object(products, "verdicts", return_value=NOT_WIDENED),
+        mock.patch.object(products, "methods", return_value=NOT_WIDENED),
     ):
         yield made
 
@@ -79,7 +79,7 @@ def gradients(config, layout, dtype, train=".", schedule="1f1b", recompute=("non
 
 
 def both_ways(config, dtype, how, layout):
-    with mock.patch.object(products, "verdicts", return_value=NOT_WIDENED):
+    with mock.patch.object(products, "methods", return_value=NOT_WIDENED):
         plain = gradients(config, layout, dtype, **{**how, "schedule": "1f1b"})
     with products_in_fp32() as made:
         return plain, gradients(config, layout, dtype, **how), len(made)

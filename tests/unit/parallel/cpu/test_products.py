@@ -1,68 +1,70 @@
-"""How a CPU multiplies is measured, followed by all ranks, and changes no result."""
+"""How a CPU multiplies follows from its flags, is the same on all ranks, and changes no result."""
 
 import os
-from itertools import cycle
+from itertools import product
 
 import pytest
 import torch
 
 from megazoo.layers.matmul import linear
 from megazoo.parallel.cpu import products
-from megazoo.parallel.cpu.products import FEW_ROWS, FEWEST_WEIGHTS, Verdicts
+from megazoo.parallel.cpu.products import FEW_ROWS, FEWEST_WEIGHTS, Methods
 from tests.support.training import context
 
-USUAL, OTHER = Verdicts(widened=False, by_onednn=False), Verdicts(widened=True, by_onednn=True)
+OTHER = Methods(widened=True, by_onednn=True)
 
 
-def test_the_faster_way_is_measured():
-    for usual, other, is_faster in (
-        ([3.0], [1.0], True),
-        ([1.0], [3.0], False),
-        ([1.1], [1.0], False),  # too near to be worth it
-        ([3.0], [9.0, 9.0, 1.0, 9.0], True),  # other processes were busy
-        ([9.0, 9.0, 1.0, 9.0], [3.0], False),
-    ):
-        with pytest.MonkeyPatch.context() as patch:
-            assert measured(patch, usual, other) == (is_faster, is_faster), (usual, other)
+X86 = "processor : {}\nflags\t\t: fpu avx2 avx512f {}\n\n"
+ARM = "processor : {}\nFeatures\t: fp asimd {}\n\n"
 
 
-def measured(patch, usual, other) -> Verdicts:
-    """On a clock that only products move, each as long as the next of the seconds given."""
-    clock, seconds = [0.0], {"usual": cycle(usual), "other": cycle(other)}
-    # for each dtype of x: whether F.linear is then the other way
-    is_other = {torch.bfloat16: False, torch.float32: True}
+@pytest.mark.parametrize(
+    ("text", "has"),
+    [
+        (X86.format(0, "") + X86.format(1, ""), False),
+        (X86.format(0, "avx512_bf16") + X86.format(1, "avx512_bf16 amx_bf16"), True),
+        (X86.format(0, "avx512_bf16") + X86.format(1, ""), False),  # of different cores
+        (ARM.format(0, "bf16"), True),
+        (ARM.format(0, "i8mm"), False),
+        ("", False),
+        (None, False),  # another operating system
+    ],
+)
+def test_the_instructions_of_the_cpu_choose_the_dtype(text, has, tmp_path, monkeypatch):
+    file = tmp_path / "cpuinfo"
+    if text is not None:
+        file.write_text(text)
+    monkeypatch.setattr(products, "CPU_FILE", file)
+    assert products._has_bfloat16.__wrapped__() == has
+    monkeypatch.setattr(products, "_has_bfloat16", lambda: has)
+    monkeypatch.setattr(products, "_agreed", None)
+    assert products.methods().widened == (not has)
 
-    def linear(x, weight):
-        other = is_other[x.dtype] and len(x) > 1  # one row in fp32 is the usual way there
-        clock[0] += next(seconds["other" if other else "usual"])
-        return x
 
-    def linear_by_onednn(x, weight, bias):
-        clock[0] += next(seconds["other"])
-        return x
-
-    patch.setattr(products.F, "linear", linear)
-    patch.setattr(products, "linear_by_onednn", linear_by_onednn)
-    patch.setattr(products.time, "perf_counter", lambda: clock[0])
-    return products._measured.__wrapped__()
+def test_onednn_is_chosen_where_there_is_mkl(monkeypatch):
+    monkeypatch.setattr(products, "_agreed", None)
+    for mkl, onednn in product((False, True), repeat=2):
+        monkeypatch.setattr(torch.backends.mkl, "is_available", lambda has=mkl: has)
+        monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda has=onednn: has)
+        assert products.methods().by_onednn == (mkl and onednn)
 
 
-def verdicts(measured):
-    """What this rank says when rank 0 has measured one thing, and the others another."""
+def followed(of_ranks):
+    """What this rank uses when the CPU of rank 0 has bfloat16, or only those of the others."""
     first = os.environ["RANK"] == "0"
-    products.follow(None)  # what this process was told before
-    usual, products._measured = products._measured, lambda: measured[0 if first else 1]
+    products.follow(OTHER)  # what this process was told before
+    usual, products._has_bfloat16 = products._has_bfloat16, lambda: of_ranks[0 if first else 1]
     try:
         context(dp=2)
-        return products.verdicts()
+        return products.methods().widened
     finally:
-        products._measured = usual
+        products._has_bfloat16 = usual
         products.follow(None)
 
 
-@pytest.mark.parametrize("measured", [(USUAL, OTHER), (OTHER, USUAL)], ids=["usual", "other"])
-def test_all_ranks_follow_the_measurement_of_rank_0(ranks, measured):
-    assert ranks(verdicts, 2, measured) == [measured[0]] * 2
+@pytest.mark.parametrize("has", [(True, False), (False, True)])
+def test_all_ranks_follow_the_cpu_of_rank_0(ranks, has):
+    assert ranks(followed, 2, has) == [not has[0]] * 2
 
 
 @pytest.fixture
@@ -75,16 +77,16 @@ def calls(monkeypatch):
         return multiply(x, weight, bias)
 
     monkeypatch.setattr(products, "linear_by_onednn", counted)
-    monkeypatch.setattr(products, "verdicts", lambda: OTHER)
+    monkeypatch.setattr(products, "methods", lambda: OTHER)
     return shapes
 
 
 def test_a_few_rows_by_onednn_are_the_same_products(calls):
     torch.manual_seed(0)
-    weight = torch.randn(300, 257, dtype=torch.float64)
+    weight = torch.randn(2048, 257, dtype=torch.float64)
     for rows in ((1, 1), (3, 2), (FEW_ROWS, 1)):
         x = torch.randn(*rows, 257, dtype=torch.float64)
-        for bias in (torch.randn(300, dtype=torch.float64), None):
+        for bias in (torch.randn(2048, dtype=torch.float64), None):
             with torch.inference_mode():
                 y = linear(x.float(), weight.float(), None if bias is None else bias.float())
             assert calls.pop() == (*rows, 257)
@@ -94,7 +96,7 @@ def test_a_few_rows_by_onednn_are_the_same_products(calls):
 
 
 def test_training_many_rows_and_small_matrices_are_multiplied_as_usual(calls):
-    weight, small = torch.randn(256, 256), torch.randn(255, 256)
+    weight, small = torch.randn(1024, 256), torch.randn(1023, 256)
     assert small.numel() < FEWEST_WEIGHTS == weight.numel()
     x = torch.randn(FEW_ROWS + 1, 256)
     linear(x[:1], weight.clone().requires_grad_()).sum().backward()
