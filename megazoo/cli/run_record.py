@@ -242,7 +242,7 @@ def settings_of_run(run, ctx) -> dict:
     """Return all settings that determine the computation of a run, including defaults."""
     options = run.options
     values = options.values
-    values["sequence_parallel"] = ctx.sequence_parallel
+    values |= {"sequence_parallel": ctx.sequence_parallel, "virtual_pp": ctx.virtual_size}
     values |= {"tokenizer": str(run.tokenizer.source), "load": None, "epochs": None}
     base, adapters = run.weights.base, run.weights.adapters
     if base:

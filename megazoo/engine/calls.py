@@ -164,7 +164,7 @@ class BatchCalls:
                 part of the sequence: the number of tokens of the full sequence. See `Batch`.
             num_microbatches: number of micro-batches; it must divide the batch.
             schedule: name of the pipeline schedule, one of
-                `megazoo.parallel.schedule.SCHEDULES`; default: that of the context, "1f1b". It
+                `megazoo.parallel.schedule.SCHEDULES`; default: that of the context. It
                 must place the stages as the context does.
             step: number from which the dropout masks are drawn; default: the number of calls.
             loss_fn: custom loss, called on the last stage as loss_fn(logits, labels), with logits

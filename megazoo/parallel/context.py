@@ -161,8 +161,8 @@ class ParallelContext(ShortNames):
                 layers again. None: on CUDA only.
             virtual_pipeline_size: number of stages per rank; above 1, 1f1b is the interleaved
                 schedule.
-            schedule: pipeline schedule of train_batch, unless it gets another one; default: "1f1b".
-                It determines which rank has which stage.
+            schedule: pipeline schedule of train_batch, unless it gets another one; default: "1f1b",
+                or "zb-v" with placement "v". It determines which rank has which stage.
             placement: which rank has which stage, if `schedule` is not given: "loop", round-robin;
                 or "v", for schedules that require it (see megazoo/parallel/placement.py).
             stage_layers: how layers are divided into stages: "balanced" by cost, including
@@ -245,7 +245,7 @@ class ParallelContext(ShortNames):
             others = [*([joint] if joint else []), *chain.from_iterable(folded)]
             warm_up([*groups, *others], groups[AXES.index("pp")], device)
         mesh = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=AXES)
-        name = agree_on_name(self.rank, device)
+        name = agree_on_name(device)
         return replace(
             self,
             device=device,

@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Literal, Self
@@ -35,8 +36,8 @@ class Layout:
     """How the work of a run is divided among ranks: sizes and switches.
 
     Each field that is declared by `size` or `switch` appears in names, flags, records and plans,
-    also one of a subclass. The order of the fields is that of a name. The docstring under a field
-    is the help of its flag.
+    also one of a subclass that their functions get. The order of the fields is that of a name. The
+    docstring under a field is the help of its flag.
 
     Raises:
         UserError: The sizes do not fit together, or a name is unknown.
@@ -55,7 +56,7 @@ class Layout:
     ranks are a part of dp x cp, which --ep must divide."""
     virtual_pp: int = size("v")
     """Number of stages per pipeline rank. Above 1, 1f1b becomes the interleaved schedule: a smaller
-    bubble, but more communication. A schedule that needs two sets them."""
+    bubble, but more communication. A schedule with two stages per rank sets 2."""
     sequence_parallel: bool | None = switch(False, lambda: {"sp": True})
     """Whether to use sequence parallelism. None: on CUDA only."""
     zero: Literal[0, 1] = switch(0, lambda: {"zero": 1})
@@ -76,12 +77,13 @@ class Layout:
 
     def __post_init__(self):
         folded = dict(self.folded)
-        if folded.get("ep", 1) > 1:
+        if folded.get("ep", 1) != 1:
             self._set(ep=folded.pop("ep"))
         self._set(folded=tuple(folded.items()))
         cuts = self.stage_layers
-        if isinstance(cuts, str) and re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", cuts):
-            self._set(stage_layers=tuple(int(word) for word in cuts.split(",")))
+        if isinstance(cuts, str) and re.fullmatch(r"\s*-?\d+\s*(,\s*-?\d+\s*)*", cuts):
+            with suppress(ValueError):  # too many digits
+                self._set(stage_layers=tuple(int(word) for word in cuts.split(",")))
         if self.cp_method not in CP_METHODS:
             known = " or ".join(CP_METHODS)
             raise UserError(f"unknown cp-method {self.cp_method!r}: use {known}")
@@ -118,7 +120,10 @@ class Layout:
         given |= dict(words[word] for word in options)
         if "ep" in given and "dp" not in given:
             given["dp"] = given["ep"] // math.gcd(given["ep"], given.get("cp", 1))
-        return cls(**given)
+        try:
+            return cls(**given)
+        except UserError as error:
+            raise UserError(f"{name}: {error}") from None
 
     def __str__(self) -> str:
         values = {name: getattr(self, name) for name in self._letters().values()}
@@ -159,7 +164,7 @@ class Layout:
     @property
     def folded_sizes(self) -> tuple[tuple[str, int], ...]:
         """The names and sizes of all axes that are folded into dp x cp."""
-        return (("ep", self.ep), *self.folded) if self.ep > 1 else self.folded
+        return (("ep", self.ep), *self.folded) if self.ep != 1 else self.folded
 
     @cached_property
     def placement(self) -> Placement:

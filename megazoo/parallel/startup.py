@@ -60,7 +60,7 @@ def initialize(device: torch.device, world: int, timeout: timedelta) -> None:
     dist.init_process_group(CUDA_BACKENDS, timeout=timeout, device_id=bound)
 
 
-def agree_on_name(rank: int, device: torch.device) -> str:
+def agree_on_name(device: torch.device) -> str:
     """Return a name for a context, the same on all ranks. Also make all ranks use rank 0's methods
     of CPU matrix products: the machines of a job may differ."""
     products.follow(None)

@@ -69,7 +69,7 @@ def find_layouts(
 ) -> Iterator[FoundLayout]:
     """Yield the layouts of `gpus` ranks that fit, in no particular order.
 
-    The search covers these settings; all others stay as in `run`:
+    The search covers these settings; all others stay as in `run` and `layout`:
 
     - tp: powers of two up to LARGEST_TP. Only the first tp rank is measured; its shard is the
       largest.
@@ -87,7 +87,7 @@ def find_layouts(
         planner: Plans the layouts.
         gpus: Number of ranks.
         memory: Bytes of memory of each rank.
-        run: The run; its recompute and zero are replaced.
+        run: The run; its recompute is replaced.
         gpu: GPU type for the estimate of the time.
         layout: Settings of the layouts that the search does not cover, such as the schedule.
         progress: Called after each layout with the number of layouts that are done: tried, or

@@ -46,6 +46,7 @@ from megazoo.files import write_text
 from megazoo.models.counts import flops_per_token
 from megazoo.models.hugging_face.export import parse_size
 from megazoo.parallel.layout import Layout
+from megazoo.parallel.schedule import placement_named_by
 from megazoo.planning import (
     GPUS,
     FoundLayout,
@@ -194,7 +195,8 @@ def searched(
     """Return the best layouts that fit, as values for JSON and as lines to print. memory: bytes
     per GPU. arguments: words of the command line."""
     parallel = options.parallel
-    layout = Layout(schedule=parallel.schedule, cp_method=parallel.cp_method)
+    pp = 1 if placement_named_by(parallel.schedule) == "loop" else 2  # replaced by the search
+    layout = Layout(pp=pp, schedule=parallel.schedule, cp_method=parallel.cp_method)
     run, gpus, gpu = planned_run(options, options.parallel.device), options.gpus, GPUS[options.gpu]
     most = most_layouts(planner.config, gpus, run.seq_length)
     with count_bar(most, "search", "layouts", PROGRESS_SECONDS) as bar:

@@ -90,14 +90,15 @@ def check(options: Options) -> None:
     """Raise UserError for invalid options."""
     if min(options.pp, options.virtual_pp, options.microbatches) < 1:
         raise UserError("--pp, --virtual-pp and --microbatches must each be at least 1")
-    boxes = 2 * options.pp * options.virtual_pp * options.microbatches
-    if boxes > MOST_BOXES:
-        raise UserError(
-            f"--pp {options.pp}, --virtual-pp {options.virtual_pp} and --microbatches "
-            f"{options.microbatches} make {boxes} boxes: at most {MOST_BOXES} can be drawn"
-        )
     if options.virtual_pp > 1 and options.pp == 1:
         raise UserError("--virtual-pp above 1 needs a pipeline: use --pp 2 or more")
+    layout = Layout(pp=options.pp, virtual_pp=options.virtual_pp, schedule=options.schedule)
+    boxes = 2 * layout.placement.count * options.microbatches
+    if boxes > MOST_BOXES:
+        raise UserError(
+            f"--pp {options.pp}, --virtual-pp {layout.virtual_pp} and --microbatches "
+            f"{options.microbatches} make {boxes} boxes: at most {MOST_BOXES} can be drawn"
+        )
     if len(options.cost) != 3 or not all(0 < cost <= LONGEST for cost in options.cost):
         raise UserError("--cost must be three numbers above 0: the times of F, I and W")
     check_picture("--output", options.output)

@@ -94,7 +94,8 @@ def row(field, hint, text: str) -> str:
     text = text or " ".join(extra.help for extra in extras if extra.help)
     told = "".join(str(extra.help_behavior_hint or "") for extra in extras)
     default = told.removeprefix("(default: ").removesuffix(")") or written(field.default)
-    choices = ", ".join(map(str, get_args(hint))) if get_origin(hint) is Literal else ""
+    kind = get_args(hint)[0] if extras else hint
+    choices = ", ".join(map(str, get_args(kind))) if get_origin(kind) is Literal else ""
     for extra in extras:  # {a,b,...} where the help has it in place of a type
         if (extra.metavar or "").startswith("{"):
             choices = extra.metavar.strip("{}").replace(",", ", ")

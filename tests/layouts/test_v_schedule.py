@@ -1,6 +1,7 @@
 """Schedules of a user's own whose stages lie in a V: everything but generation is as in one
 process."""
 
+import json
 import runpy
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,6 +32,7 @@ from megazoo.parallel.stages import cut_into_stages
 from megazoo.planning import PlannedRun, Planner, find_layouts
 from megazoo.planning.plan import schedule_tables
 from megazoo.planning.ranks import place_in
+from megazoo.programs import plan as plan_tool
 from megazoo.testing import all_layouts
 from tests.support import training
 from tests.support.sampling import marked_slow
@@ -333,6 +335,14 @@ def test_a_plan_holds_each_gradient_once_after_a_step_of_one_micro_batch():
         costs = planner.costs(model, run, schedule_tables(layout, run)[0])
         held = sum(of_stage["W"].held for of_stage in costs)
         assert held == pytest.approx(planner.static(model, run).gradients, rel=0.01)
+
+
+def test_the_command_searches_with_a_v_schedule(capsys):
+    words = "--preset gpt2-tiny --seq-length 16 --micro-batch-size 1 --global-batch-size 8"
+    words += " --search --gpus 2 --memory 1GB --schedule zb-v --json -"
+    plan_tool.main(words.split())
+    found = json.loads(capsys.readouterr().out)
+    assert [(each["pp"], each["virtual_pp"]) for each in found] == [(2, 2)]
 
 
 def test_a_search_finds_layouts_of_its_placement():

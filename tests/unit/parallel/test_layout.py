@@ -76,7 +76,7 @@ def test_a_schedule_sets_the_stages_that_it_needs():
         "zb-v": "schedule zb-v needs a pipeline: use pp 2 or more",
         "pp2v3+zb-v": "placement v has two stages per rank, not 3: use virtual-pp 2",
         "v2": "virtual-pp 2 needs a pipeline: use pp 2 or more",
-        "dp2ep4": "dp x cp = 2 is not divisible by the folded axis ep 4",
+        "dp2ep4": "^dp2ep4: dp x cp = 2 is not divisible by the folded axis ep 4",
     }.items():
         with pytest.raises(UserError, match=message):
             Layout.named(wrong if wrong[0] in "pvd" else f"tp1+{wrong}")
