@@ -258,7 +258,7 @@ def config_from_hugging_face(values: dict, origin: str = "the config") -> Any:
     model, fields = known[family], ConfigReader(values)
     fields.check_form(known)
     config = model.Config.from_hugging_face(fields)
-    fields.finish()
+    fields.finish(config.layers)
     if fields.ignored:
         names, more = sorted(fields.ignored), len(fields.ignored) - 20
         listed = ", ".join(names[:20]) + (f" and {more} more" if more > 0 else "")

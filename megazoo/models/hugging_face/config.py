@@ -200,13 +200,13 @@ class ConfigReader:
                 "it has no effect"
             )
 
-    def finish(self) -> None:
+    def finish(self, layers: int) -> None:
         """Ignore the fields that were not read. Raises UserError for one that changes the
-        arithmetic."""
+        arithmetic. layers: of the model."""
         for name, neutral in MATTERS.items():
             value = self.values.pop(name, None)
-            if name == "layer_types" and isinstance(value, list):
-                neutral = ([FULL] * len(value),)
+            if name == "layer_types" and isinstance(value, list) and len(value) == layers:
+                neutral = ([FULL] * layers,)
             if value is not None and value not in neutral:
                 raise UserError(
                     f"{name} {brief(value)} is not supported for this family, and would change the "
