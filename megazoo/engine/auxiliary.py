@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
 
 from megazoo.engine.microbatch import MicroBatch
 from megazoo.errors import UserError
@@ -17,7 +16,7 @@ from megazoo.parallel.layout import Layout
 from megazoo.parallel.schedule import Exchange, schedule_named
 
 
-def declared_losses(model: nn.Module) -> dict[str, int] | None:
+def declared_losses(model: Any) -> dict[str, int] | None:
     """Return the names of the auxiliary losses that the layers of this rank declare, with the size
     of a joint loss, and 0 for other losses. None if no layer has losses or counts tokens."""
     names: dict[str, int] = {}
@@ -58,20 +57,38 @@ def check_joint_losses(names: dict[str, int] | None, layout: Layout, count: int)
 
 
 def losses_of(
-    model: Any, names: dict[str, int] | None, batches: list[MicroBatch], labelled: torch.Tensor
+    model: Any,
+    names: dict[str, int] | None,
+    batches: list[MicroBatch],
+    labelled: torch.Tensor,
+    axis: Axis,
 ) -> AuxiliaryLosses | None:
-    """Return the object that collects the auxiliary losses of a run over the global batch, or None
-    if no layer declares any, or counts tokens. Every rank calls it.
+    """Return the object that collects the auxiliary losses of a run, or None if no layer declares
+    any, or counts tokens. Every rank calls it.
 
-    names: see `declared_losses`; those of layers of any rank. labelled: number of labelled tokens
-    of the global batch, 0-dimensional, on the ranks of the last stage.
+    names: see `declared_losses`; those of layers of any stage. labelled: number of labelled tokens,
+    0-dimensional, on the ranks of the last stage. axis: the ranks with other tokens of the mean:
+    token_axis for the global batch, cp for the batch of one replica.
     """
     if names is None:
         return None
     ctx = model.ctx
     labelled = broadcast_from_stage(labelled.clone(), ctx.placement.last_rank, ctx)
-    counts = {"labels": labelled, **_counts(batches, ctx, ctx.token_axis)}
-    return AuxiliaryLosses(names, counts, _all_axes(ctx))
+    counts = {"labels": labelled, **_counts(batches, ctx, axis)}
+    return AuxiliaryLosses(names, counts, [*_parts_of_tokens(ctx), axis, ctx.pp])
+
+
+def losses_on_meta(model: Any) -> AuxiliaryLosses | None:
+    """Return the object that collects the auxiliary losses of a stage that runs alone on the meta
+    device, without sums over the ranks; None if no layer of the rank declares any."""
+    names = declared_losses(model)
+    if names is None:
+        return None
+    counts = {what: torch.ones((), device="meta") for what in ("labels", "tokens", "rows")}
+    losses = AuxiliaryLosses(names, counts)
+    for loss in losses.joint.values():
+        loss.is_summed = True
+    return losses
 
 
 def _counts(batches: list[MicroBatch], ctx: ParallelContext, axis: Axis) -> dict[str, torch.Tensor]:
@@ -90,27 +107,10 @@ def _parts_of_tokens(ctx: ParallelContext) -> list[Axis]:
     return [ctx.tp] if ctx.sequence_parallel else []
 
 
-def _all_axes(ctx: ParallelContext) -> list[Axis]:
-    """Return the axes of the ranks with different tokens or layers."""
-    return [*_parts_of_tokens(ctx), ctx.token_axis, ctx.pp]
-
-
 def report(model: Any, losses: AuxiliaryLosses | None) -> None:
     """Store the means over the global batch in the model's engine, and pass the counts of tokens to
     the layers. Every rank calls it."""
     if losses:
-        ctx = model.ctx
-        model.engine.auxiliary_losses = losses.reduced(_all_axes(ctx))
-        losses.pass_counts([*_parts_of_tokens(ctx), ctx.token_axis])
-
-
-def losses_of_one(model: Any, batch: MicroBatch, labelled: torch.Tensor) -> AuxiliaryLosses | None:
-    """Return the object that collects the auxiliary losses of one batch of one replica, for a model
-    without a pipeline whose loss a user differentiates. None without such losses, or under no_grad.
-    """
-    names = declared_losses(model)
-    if names is None or not torch.is_grad_enabled():
-        return None
-    counts = _counts([batch], model.ctx, model.ctx.cp)
-    axes = [*_parts_of_tokens(model.ctx), model.ctx.cp]
-    return AuxiliaryLosses(names, {"labels": labelled, **counts}, axes)
+        axes = [*_parts_of_tokens(model.ctx), model.ctx.token_axis]
+        model.engine.auxiliary_losses = losses.reduced([*axes, model.ctx.pp])
+        losses.pass_counts(axes)

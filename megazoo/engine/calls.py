@@ -7,19 +7,16 @@ from typing import Any
 
 import torch
 
-from megazoo.engine.auxiliary import losses_of_one
 from megazoo.engine.batch import Batch
 from megazoo.engine.habits import CALL, refuse
 from megazoo.engine.microbatch import Output
-from megazoo.engine.pipeline import count_labels, run_pipeline
+from megazoo.engine.pipeline import run_pipeline
 from megazoo.engine.stepwise import with_backward
 from megazoo.engine.training import TrainingEngine
 from megazoo.errors import UserError
-from megazoo.layers.auxiliary import collecting
 from megazoo.parallel.agreement import Terms
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.failure import on_all_ranks, on_replica_ranks
-from megazoo.parallel.regions import reduce_from_context
 from megazoo.parallel.stages import Stage
 
 
@@ -105,27 +102,13 @@ class BatchCalls:
         together = self.ctx.pp_size * self.ctx.tp_size * self.ctx.cp_size == 1
         whole = self.config.num_labels or together
         collects = return_logits or labels is None or whole
-        if self.ctx.pp_size > 1:
-            collect = self.output_head.full_outputs if collects and self.has_last else None
-            result = run_pipeline(self, [micro_batch], global_batch=False, collect=collect)
-            loss, logits = with_backward(result.loss, _refuse_backward), result.collected
-        else:
-            head, count, losses, loss, logits = self.output_head, None, None, None, None
-            if labels is not None:
-                count = count_labels(self, [micro_batch], self.ctx.cp_group).clamp(min=1)
-                losses = losses_of_one(self, micro_batch, count)
-            with collecting(losses):
-                x = self.forward_stage(micro_batch.input_ids, micro_batch, self.stages[0])
-                outputs = head.outputs(x, micro_batch)
-                if labels is not None:
-                    loss = head.loss(x, micro_batch, outputs=outputs)
-            if loss is not None and count is not None:
-                loss = reduce_from_context(loss, self.ctx) / count.float()
-                if losses and loss.requires_grad:
-                    loss.register_hook(losses.set_scale)
-            if collects:
-                logits = head.full_outputs(outputs, micro_batch)
-        return Output(None if labels is None else loss, logits)
+        collect = self.output_head.full_outputs if collects and self.has_last else None
+        alone = self.ctx.pp_size == 1
+        result = run_pipeline(
+            self, [micro_batch], global_batch=False, keep_graph=alone, collect=collect
+        )
+        loss = result.loss if alone else with_backward(result.loss, _refuse_backward)
+        return Output(None if labels is None else loss, result.collected)
 
     @on_all_ranks
     def train_batch(

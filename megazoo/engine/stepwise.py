@@ -8,7 +8,9 @@ import torch
 
 from megazoo.engine.auxiliary import check_order, losses_of, report
 from megazoo.engine.microbatch import MicroBatch, Output
-from megazoo.engine.pipeline import PipelineModel, PipelineRun, count_labels
+from megazoo.engine.pipeline import count_labels
+from megazoo.engine.stage import PipelineModel, StageRun
+from megazoo.engine.transport import RankTransport
 from megazoo.parallel.collectives import all_reduce, broadcast_from_stage
 from megazoo.parallel.failure import propagate_errors
 from megazoo.parallel.schedule import Action, Exchange, Transfer
@@ -30,29 +32,37 @@ def run_stepwise(
         names = model.engine.auxiliary_names
         turns = [Action(kind, 0, number) for number in range(len(batches)) for kind in "FB"]
         check_order(names, turns, len(batches))
-        losses = losses_of(model, names, batches, labelled)
+        losses = losses_of(model, names, batches, labelled, ctx.token_axis)
     # The gradient of the loss is known before backward, except for float16 with a custom scaler,
     # which passes its scale in backward.
     known = model.dtype != torch.float16 or model.engine.loss_scale is not None
     run = StepwiseRun(
-        model, batches, labelled, loss_scale=loss_scale, backward_is_next=known, auxiliary=losses
+        model,
+        batches,
+        labelled,
+        RankTransport(model, batches),
+        loss_scale=loss_scale,
+        backward_is_next=known,
+        auxiliary=losses,
     )
     for number in range(len(batches)):
         with propagate_errors(ctx):
             loss = run.forward_through(number)
         yield Output(with_backward(loss, partial(run.backward_through, number)))
         with propagate_errors(ctx):
-            run.wait_for_sends()
+            run.transport.wait_for_sends()
     with propagate_errors(ctx):
         report(model, run.auxiliary)
 
 
-class StepwiseRun(PipelineRun):
+class StepwiseRun(StageRun):
     """A run of one micro-batch at a time through all stages; each stage waits for the previous one.
 
     The transfers of all ranks form one chain, and each rank starts its transfers in that order, so
     no send can wait for a later one.
     """
+
+    transport: RankTransport
 
     def forward_through(self, number: int) -> torch.Tensor:
         """Run the forward of a micro-batch; return its part of the mean loss, the same on every
@@ -86,7 +96,7 @@ class StepwiseRun(PipelineRun):
         if source == self.ctx.pp_rank:
             return
         transfer = Transfer(action, source, self.ctx.pp_rank)
-        self.exchange(Exchange(sends=(), receives=(transfer,)))
+        self.transport.exchange(Exchange(sends=(), receives=(transfer,)))
 
     def _send(self, action: Action) -> None:
         """Start sending the input of an action of another stage, if that stage is on another
@@ -95,7 +105,7 @@ class StepwiseRun(PipelineRun):
         if target == self.ctx.pp_rank:
             return
         transfer = Transfer(action, self.ctx.pp_rank, target)
-        self.exchange(Exchange(sends=(transfer,), receives=()))
+        self.transport.exchange(Exchange(sends=(transfer,), receives=()))
 
 
 def with_backward(loss: torch.Tensor, backward: Callable[[float], None]) -> torch.Tensor:

@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megazoo.engine.batch import ids_of, is_mask
 from megazoo.engine.calls import using_context
 from megazoo.engine.microbatch import MicroBatch
+from megazoo.engine.stage import activation_shape, run_stage
 from megazoo.errors import UserError
 from megazoo.generate.decoding import Choice, not_finite
 from megazoo.generate.group import Group
@@ -24,7 +25,6 @@ from megazoo.parallel.axes import Axis
 from megazoo.parallel.collectives import all_reduce, broadcast_from_stage
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.shares import share_of
-from megazoo.parallel.stages import Stage
 
 IDLE, WAITING, RUNNING = range(3)  # states of a rank in a tick
 
@@ -164,19 +164,18 @@ def _run_padding(model, index: int) -> None:
     """Run a stage of this rank on one padding token, for the layers of other replicas. index: among
     the stages of the rank."""
     stage, device = model.stages[index], model.ctx.device
-    x = torch.zeros(1, 1, dtype=torch.int64, device=device)
-    batch = MicroBatch((1, 1), x, longest=1)
-    if not stage.first:
-        x = torch.zeros(1, 1, model.config.hidden_size, dtype=model.dtype, device=device)
-    model.forward_stage(x, batch, stage)
+    batch = MicroBatch((1, 1), torch.zeros(1, 1, dtype=torch.int64, device=device), longest=1)
+    received = torch.zeros(activation_shape(model, batch), dtype=model.dtype, device=device)
+    run_stage(model, stage, batch, received)
 
 
 def _forward(model, group: Group, turn: Turn, traffic: Traffic) -> torch.Tensor | Choice:
     """Run a group's tokens through a stage of this rank. Return the activations, or, on the last
     stage after the prompts, the choice of the next tokens."""
     batch, stage = group.batch(), model.stages[turn.stage]
-    x = group.input_ids if stage.first else traffic.input_for(turn)
-    compute = partial(_output, model, x, batch, stage, group.chooses)
+    received = None if stage.first else traffic.input_for(turn)
+    next_logits = partial(_next_logits, model, batch) if group.chooses else None
+    compute = partial(run_stage, model, stage, batch, received, next_logits)
     x = compute() if group.graph is None or group.steps == 0 else group.graph(compute, batch.keys)
     if batch.cache is not None and stage is model.stages[-1]:
         batch.cache.advance(batch.shape[1])
@@ -187,12 +186,9 @@ def _forward(model, group: Group, turn: Turn, traffic: Traffic) -> torch.Tensor 
     return group.choice
 
 
-def _output(model, x: torch.Tensor, batch: MicroBatch, stage: Stage, chooses: bool) -> torch.Tensor:
-    """Return the activations of a stage, or, on the last stage when tokens are chosen, the logits
-    of the next token: fp32 [rows, vocabulary]."""
-    x = model.forward_stage(x, batch, stage)
-    if not stage.last or not chooses:
-        return x
+def _next_logits(model, batch: MicroBatch, x: torch.Tensor) -> torch.Tensor:
+    """Return the logits of the next token, fp32 [rows, vocabulary]. x: the output of the last
+    stage."""
     head = model.output_head
     return head.full_outputs(head.outputs(x, batch), batch)[:, -1].float()
 

@@ -1,7 +1,6 @@
 """The base class of all models: how stages are built, tied parameters, layers, and generation.
 
-Each family implements the forward of a stage, which PipelineRun.forward calls
-(engine/pipeline.py)."""
+Each family implements the forward of a stage, which run_stage calls (engine/stage.py)."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial

@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from megazoo.engine.microbatch import MicroBatch
+from megazoo.engine.stage import StageRun, activation_shape
+from megazoo.engine.transport import MetaTransport
 from megazoo.models.base import Model
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.deferred import WeightQueue
@@ -28,7 +30,6 @@ from megazoo.torch_internals import (
     flash_attention_operators,
     flop_formulas,
     results_are_new,
-    run_backward,
     storage_key,
     tensors_in,
     writes_memory,
@@ -181,8 +182,8 @@ def costs_of(
 ) -> dict[str, Cost]:
     """Return the cost of each kind of action of a stage.
 
-    It runs on meta what `run_pipeline` does with one micro-batch of `table`. If a step has only one
-    micro-batch, gradients are allocated while activations are freed, and count as live.
+    The stage runs alone, on one micro-batch of `table`. If a step has only one micro-batch,
+    gradients are allocated while activations are freed, and count as live.
 
     Under context parallelism, attention also counts the keys of the whole sequence for each token,
     although a rank that gathers keys computes only those up to the ends of its chunks. So all ranks
@@ -190,39 +191,26 @@ def costs_of(
     """
     _set_gradients(model, stage, exist=not has_one_microbatch(table))
     batch = _micro_batch(run, model.ctx)
-    shape, dtype = boundary_shape(run, model), model.dtype
-    meter, costs, received = Meter(model.ctx, batch.cut.length if batch.cut else None), {}, None
+    alone = StageRun(
+        model,
+        [batch],
+        torch.ones((), device=META),
+        MetaTransport(model, batch),
+        stages=[stage],
+        backward_is_next=backward_follows(table, stage.index),
+        weight_queue=queue,
+    )
+    forward = Action("F", stage.index, 0)
+    backward = forward._replace(kind="I" if queue else "B")
+    meter, costs = Meter(model.ctx, batch.cut.length if batch.cut else None), {}
     with DeviceKernels(), meter:
-        if not stage.first:
-            received = torch.empty(shape, dtype=dtype, device=META)
-            received.requires_grad_(stage.index > model.engine.first_trained_stage)
-        x = batch.input_ids if received is None else received
-        assert x is not None  # batch.input_ids is set
-        output = model.forward_stage(x, batch, stage)
-        if stage.last:
-            labelled = torch.ones((), device=META)
-            at_once = backward_follows(table, stage.index)
-            output = (
-                model.output_head.loss(output, batch, 1.0 / labelled if at_once else None)
-                / labelled
-            )
-    if not stage.last:  # the output has been sent; only its graph remains
-        output.data = torch.empty(1, dtype=output.dtype, device=META)
-    costs["F"] = meter.take()
-    with DeviceKernels(), meter:
-        if stage.last:
-            gradient = torch.full_like(output, 1.0)
-        else:
-            gradient = torch.empty(shape, dtype=dtype, device=META)
-        if output.requires_grad:  # otherwise this stage and all before it are frozen
-            run_backward(output, gradient)
-        weights = queue.take() if queue else None
-    del received, x, output, gradient
-    costs["I" if queue else "B"] = meter.take()
-    if weights:
+        alone.forward(forward, train=True)
+        costs["F"] = meter.take()
+        alone.backward(backward)
+        costs[backward.kind] = meter.take()
+    if queue:
         with meter:
-            weights()
-        del weights
+            alone.weights.pop((stage.index, 0))()
         costs["W"] = meter.take()
     return costs
 
@@ -253,11 +241,11 @@ def forward_flops(model: Model, rows: int, sequence: int) -> float:
     """Return the FLOPs of one forward pass, with the loss, of a whole model on the meta device."""
     ids = torch.empty(rows, sequence, dtype=torch.int64, device=META)
     batch = MicroBatch((rows, sequence), ids, ids, length=sequence, longest=sequence)
-    meter, output = Meter(model.ctx), ids
-    with torch.no_grad(), DeviceKernels(), meter:
+    meter = Meter(model.ctx)
+    alone = StageRun(model, [batch], torch.ones((), device=META), MetaTransport(model, batch))
+    with DeviceKernels(), meter:
         for stage in model.stages:
-            output = model.forward_stage(ids, batch, stage)
-        model.output_head.loss(output, batch)
+            alone.forward(Action("F", stage.index, 0), train=False)
     return meter.take().flops
 
 
@@ -321,13 +309,4 @@ def has_one_microbatch(table: list[Action]) -> bool:
 def boundary_bytes(run: PlannedRun, model: Model) -> int:
     """Return the number of bytes that a stage sends to another per micro-batch."""
     itemsize = getattr(torch, run.dtype).itemsize
-    return math.prod(boundary_shape(run, model)) * itemsize
-
-
-def boundary_shape(run: PlannedRun, model: Model) -> tuple[int, int, int]:
-    """Return the shape of the tensor that a stage sends to another: [rows, tokens of this rank,
-    hidden]."""
-    ctx = model.ctx
-    ranks = ctx.cp_size * (ctx.tp_size if ctx.sequence_parallel else 1)
-    sequence = padded_length(run.seq_length, ctx) // ranks
-    return run.micro_batch_size, sequence, model.config.hidden_size
+    return math.prod(activation_shape(model, _micro_batch(run, model.ctx))) * itemsize

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megazoo.engine.auxiliary import check_joint_losses, declared_losses
-from megazoo.engine.pipeline import MAX_OPEN_EXCHANGES
+from megazoo.engine.transport import MAX_OPEN_EXCHANGES
 from megazoo.errors import UserError
 from megazoo.models.attachment import Attachment
 from megazoo.models.base import Model

@@ -7,7 +7,7 @@ parameter must be replicated.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import product
@@ -17,11 +17,12 @@ from unittest import mock
 import torch
 from torch import nn
 
-from megazoo.engine.auxiliary import declared_losses
+from megazoo.engine.auxiliary import losses_on_meta
 from megazoo.engine.microbatch import MicroBatch
+from megazoo.engine.stage import StageRun
+from megazoo.engine.transport import MetaTransport
 from megazoo.errors import UserError
 from megazoo.layers import matmul
-from megazoo.layers.auxiliary import AuxiliaryLosses, collecting
 from megazoo.models.attachment import Attachment
 from megazoo.models.base import Model
 from megazoo.models.outputs import LanguageModelHead
@@ -30,20 +31,19 @@ from megazoo.parallel import collectives, regions
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.layout import Layout
 from megazoo.parallel.module import NamedParameter, ShardedModule
+from megazoo.parallel.schedule import Action
 from megazoo.parallel.sequence import SequenceCut, padded_length
 from megazoo.parallel.stages import Stage
 from megazoo.planning.meter import META, DeviceKernels
 from megazoo.planning.ranks import Builder, place_in, stage_keys
 from megazoo.testing.layouts import check_model
 from megazoo.testing.type_mode import ENTERS, C, P, R, TypeMode, V
-from megazoo.torch_internals import (
-    run_backward,
-    tensors_in,
-)
+from megazoo.torch_internals import tensors_in
 
 ROWS, TOKENS = 2, 16  # of the micro-batch; tokens are at least this many
 
 
+HEAD = "head"  # name of the head's loss in findings
 SHARDS = "a tensor is sharded that differs on the tp ranks already"
 
 
@@ -73,10 +73,27 @@ def _observed(mode: TypeMode, model: Model) -> Iterator[None]:
         for cls, name, axis in parts:
             taken = staticmethod(mode.own_part(getattr(cls, name), axis))
             stack.enter_context(mock.patch.object(cls, name, taken))
+        if model.has_last:
+            head = model.output_head
+            loss = mock.patch.object(head, "loss", _named(mode, HEAD, head.loss))
+            stack.enter_context(loss)
         for name, module in model.named_modules():
             for handle in _hooks(mode, name, module):
                 stack.callback(handle.remove)
         yield
+
+
+def _named(mode: TypeMode, name: str, function: Callable) -> Callable:
+    """Return a function whose findings have the name of a module."""
+
+    def named(*arguments, **options):
+        mode.modules.append(name)
+        try:
+            return function(*arguments, **options)
+        finally:
+            mode.modules.pop()
+
+    return named
 
 
 def _hooks(mode: TypeMode, name: str, module: nn.Module) -> Iterator[Any]:
@@ -208,7 +225,7 @@ def _few_layers(model: Model, stage: Stage) -> Stage:
 
 def _walk(mode: TypeMode, model: Model, stage: Stage) -> None:
     """Run a stage forward and backward, and add what is wrong to the findings of the mode."""
-    ctx, sequence = model.ctx, V if model.ctx.sequence_parallel else R
+    ctx = model.ctx
     for entry in model.entries():
         entry.parameter.grad = None
         mode.name(entry.parameter, entry.name)
@@ -218,36 +235,27 @@ def _walk(mode: TypeMode, model: Model, stage: Stage) -> None:
     batch = _micro_batch(model)
     for tensor in tensors_in(list(vars(batch).values())):
         mode.set_type(tensor, tp=R, cp=V)
-    received = None
-    if not stage.first:
-        parts = ctx.cp_size * (ctx.tp_size if ctx.sequence_parallel else 1)
-        shape = (ROWS, _length(ctx) // parts, model.config.hidden_size)
-        received = torch.empty(shape, dtype=model.dtype, device=META)
-        received.requires_grad_(stage.index > model.engine.first_trained_stage)
-        mode.set_type(received, tp=sequence, cp=V)
-    x = batch.input_ids if received is None else received
-    assert x is not None  # batch.input_ids is set
-    losses = _auxiliary_losses(model)
+    forward = Action("F", stage.index, 0)
+    alone = StageRun(
+        model,
+        [batch],
+        torch.ones((), device=META),
+        TypedTransport(mode, model, batch),
+        stages=[_few_layers(model, stage)],
+        auxiliary=losses_on_meta(model),
+    )
     try:
-        with _observed(mode, model), collecting(losses), DeviceKernels(), mode:
-            output = model.forward_stage(x, batch, _few_layers(model, stage))
+        with _observed(mode, model), DeviceKernels(), mode:
+            alone.forward(forward, train=True)
+            received, output = alone.graphs[stage.index, 0]
             if stage.last:
-                mode.modules.append("head")
-                output = model.output_head.loss(output, batch, torch.ones((), device=META))
-                mode.modules.pop()
-                mode.expect(output, "tp", "its loss differs on the tp ranks: a sum is missing")
-            elif not ctx.sequence_parallel:
                 mode.expect(
-                    output, "tp", f"the output of stage {stage.index} differs on the tp ranks"
+                    output, "tp", "its loss differs on the tp ranks: a sum is missing", HEAD
                 )
-            elif mode.type_of(output, "tp") is P:
-                mode.find(f"the output of stage {stage.index} is a part of a sum over tp")
             if not output.requires_grad:
                 return
-            gradient = torch.ones_like(output)
-            mode.set_type(gradient, tp=R if stage.last else sequence, cp=R if stage.last else V)
             mode.in_forward = False
-            run_backward(output, gradient)
+            alone.backward(forward._replace(kind="B"))
     except UserError:
         raise
     except Exception as error:
@@ -256,17 +264,32 @@ def _walk(mode: TypeMode, model: Model, stage: Stage) -> None:
     _check_gradients(mode, model, received)
 
 
-def _auxiliary_losses(model: Model) -> AuxiliaryLosses | None:
-    """Return the object that collects the auxiliary losses of a forward, without sums over the
-    ranks; None if no layer has any."""
-    names = declared_losses(model)
-    if names is None:
-        return None
-    counts = {what: torch.ones((), device=META) for what in ("labels", "tokens", "rows")}
-    losses = AuxiliaryLosses(names, counts, model.ctx.axes)
-    for loss in losses.joint.values():
-        loss.is_summed = True
-    return losses
+class TypedTransport(MetaTransport):
+    """Brings a stage tensors with the types that other stages send, and checks those of its
+    outputs."""
+
+    def __init__(self, mode: TypeMode, model: Model, batch: MicroBatch):
+        super().__init__(model, batch)
+        self.mode, self.sequence_parallel = mode, model.ctx.sequence_parallel
+
+    def take(self, action: Action) -> torch.Tensor | None:
+        """Return an empty tensor, also as the gradient of the loss."""
+        tensor = super().take(action)
+        if tensor is not None:
+            self.mode.set_type(tensor, tp=V if self.sequence_parallel else R, cp=V)
+        elif action.kind != "F":
+            tensor = torch.ones((), device=META)
+            self.mode.set_type(tensor, tp=R, cp=R)
+        return tensor
+
+    def pass_on(self, consumer: Action, tensor: torch.Tensor) -> bool:
+        """Add a finding if the output of a forward has the wrong type."""
+        output = f"the output of stage {consumer.stage - 1}"
+        if consumer.kind == "F" and not self.sequence_parallel:
+            self.mode.expect(tensor, "tp", f"{output} differs on the tp ranks")
+        elif consumer.kind == "F" and self.mode.type_of(tensor, "tp") is P:
+            self.mode.find(f"{output} is a part of a sum over tp")
+        return True
 
 
 def _length(ctx: ParallelContext) -> int:

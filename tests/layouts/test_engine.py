@@ -11,7 +11,8 @@ import torch
 
 import megazoo
 from megazoo.engine.microbatch import MicroBatch
-from megazoo.engine.pipeline import PipelineRun
+from megazoo.engine.stage import StageRun
+from megazoo.engine.transport import RankTransport
 from megazoo.errors import UserError
 from megazoo.layers import PositionEmbedding, segment_mask
 from megazoo.models.gpt2 import GPT2
@@ -264,7 +265,8 @@ def refused():
     if not model.stages[0].first:
         return None
     ids, targets = make_batch(0)
-    run = PipelineRun(model, [MicroBatch(tuple(ids.shape), ids, targets)], torch.ones(()))
+    batches = [MicroBatch(tuple(ids.shape), ids, targets)]
+    run = StageRun(model, batches, torch.ones(()), RankTransport(model, batches))
     with pytest.raises(UserError) as told:
         run.forward(Action("F", 0, 0), train=True)
     return str(told.value)
@@ -281,21 +283,21 @@ def test_what_a_stage_returns_must_be_what_the_next_one_expects(ranks):
 def outputs_alive(microbatches):
     """The most bytes that outputs awaiting their backward held on this rank at any time."""
     model = megazoo.from_config(tiny_config(), context(pp=2), seed=3)
-    most, exchange = 0, PipelineRun.exchange
+    most, forward = 0, StageRun.forward
 
-    def watched(run, item):
+    def watched(run, action, train):
         nonlocal most
-        exchange(run, item)
+        forward(run, action, train)
         most = max(
             most, sum(output.untyped_storage().nbytes() for _, output in run.graphs.values())
         )
 
-    PipelineRun.exchange = watched
+    StageRun.forward = watched
     try:
         ids, targets = make_batch(0, batch=microbatches)
         model.train_batch(ids, targets=targets, num_microbatches=microbatches, schedule="gpipe")
     finally:
-        PipelineRun.exchange = exchange
+        StageRun.forward = forward
     return most
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import megazoo
-from megazoo.engine import pipeline
+from megazoo.engine import stage
 from megazoo.layers import Dropout
 from megazoo.lora import layers, settings
 from megazoo.lora.layers import Adapter, Adapters
@@ -81,14 +81,14 @@ def backward_of_all_stages():
 
     def backward(self, action, factor=1.0):
         received, output = self.graphs.pop((action.stage, action.microbatch))
-        gradient = self._take(action)
+        gradient = self.transport.take(action)
         if gradient is None:
             gradient = torch.full_like(output, self.loss_scale * factor)
-        pipeline.run_backward(output, gradient)
+        stage.run_backward(output, gradient)
         if received is not None:
-            self.leaving[action._replace(stage=action.stage - 1)] = received.grad
+            self.transport.pass_on(action._replace(stage=action.stage - 1), received.grad)
 
-    return mock.patch.object(pipeline.PipelineRun, "backward", backward)
+    return mock.patch.object(stage.StageRun, "backward", backward)
 
 
 def copies_in_the_norm():

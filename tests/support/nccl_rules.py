@@ -10,7 +10,7 @@ that brings its input, and a rank waits for its sends, but for the newest few.
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from megazoo.engine.pipeline import MAX_OPEN_EXCHANGES
+from megazoo.engine.transport import MAX_OPEN_EXCHANGES
 from megazoo.parallel.schedule import Action, Exchange, source_of
 
 Program = Sequence[Action | Exchange]

@@ -7,13 +7,14 @@ from contextlib import contextmanager
 import torch
 
 from megazoo.engine import pipeline
-from megazoo.engine.pipeline import PipelineRun
+from megazoo.engine.stage import StageRun
+from megazoo.engine.transport import RankTransport
 from megazoo.parallel import buckets
 from megazoo.parallel.buckets import GradientBuckets
 from megazoo.testing.gallery.planting import bug, replaced, replaced_everywhere
 
 
-def _own_labels(run: PipelineRun) -> torch.Tensor:
+def _own_labels(run: StageRun) -> torch.Tensor:
     """Count the labels of a replica's micro-batches."""
     labels = sum(run.model.output_head.label_count(each) for each in run.batches)
     return torch.as_tensor(labels).clamp(min=1).float()
@@ -44,7 +45,7 @@ def mean_of_micro_batch_means():
 
         return of_its_own
 
-    return replaced(PipelineRun, "forward", make)
+    return replaced(StageRun, "forward", make)
 
 
 @bug(
@@ -66,7 +67,7 @@ def mean_of_replica_means():
 
         return initialised
 
-    return replaced(PipelineRun, "__init__", make)
+    return replaced(StageRun, "__init__", make)
 
 
 @bug(
@@ -105,7 +106,7 @@ def gradients_by_local_labels():
 
         return scaled
 
-    return replaced(PipelineRun, "backward", make)
+    return replaced(StageRun, "backward", make)
 
 
 @bug(
@@ -125,7 +126,7 @@ def loss_scale_twice():
 
         return initialised
 
-    return replaced(PipelineRun, "__init__", make)
+    return replaced(StageRun, "__init__", make)
 
 
 @bug(
@@ -262,7 +263,7 @@ def backward_in_another_order():
 
         return turned
 
-    return replaced(PipelineRun, "backward", make)
+    return replaced(StageRun, "backward", make)
 
 
 @bug(
@@ -284,7 +285,7 @@ def one_receive_buffer():
 
         return same
 
-    return replaced(PipelineRun, "_empty_input", make)
+    return replaced(RankTransport, "_empty_input", make)
 
 
 @bug(

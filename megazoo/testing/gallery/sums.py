@@ -6,7 +6,8 @@ from functools import partial
 import torch
 
 from megazoo.engine import batch
-from megazoo.engine.pipeline import PipelineRun
+from megazoo.engine.stage import StageRun
+from megazoo.engine.transport import RankTransport
 from megazoo.layers import ColumnParallelLinear, VocabParallelHead, cross_entropy, embedding
 from megazoo.layers.cross_entropy import IGNORE_INDEX, vocab_parallel_cross_entropy
 from megazoo.models.gpt2 import GPT2
@@ -174,11 +175,13 @@ def division_on_every_stage():
 
     def make(pass_on):
         def divided(self, consumer, tensor):
-            pass_on(self, consumer, tensor if consumer.kind == "F" else tensor / len(self.batches))
+            return pass_on(
+                self, consumer, tensor if consumer.kind == "F" else tensor / len(self.batches)
+            )
 
         return divided
 
-    return replaced(PipelineRun, "_pass_on", make)
+    return replaced(RankTransport, "pass_on", make)
 
 
 @bug(
@@ -201,7 +204,7 @@ def loss_divided_after_backward():
 
         return from_the_sum
 
-    return replaced(PipelineRun, "backward", make)
+    return replaced(StageRun, "backward", make)
 
 
 @bug(
@@ -313,7 +316,7 @@ def gradients_added_to_themselves():
         return doubled
 
     adamw = replaced(AdamW, "__init__", make_init)
-    with adamw, replaced(PipelineRun, "backward", make_backward):
+    with adamw, replaced(StageRun, "backward", make_backward):
         yield
 
 
@@ -343,7 +346,7 @@ def gradients_dropped_at_another_length():
 
         return set_up
 
-    return replaced(PipelineRun, "forward", make)
+    return replaced(StageRun, "forward", make)
 
 
 @bug(
@@ -366,7 +369,7 @@ def zeros_before_each_micro_batch():
 
         return zeroed
 
-    return replaced(PipelineRun, "forward", make)
+    return replaced(StageRun, "forward", make)
 
 
 @bug(
@@ -440,7 +443,7 @@ def mean_of_the_parts_means():
 
         return initialised
 
-    return replaced(PipelineRun, "__init__", make)
+    return replaced(StageRun, "__init__", make)
 
 
 @bug(

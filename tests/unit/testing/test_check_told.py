@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 
 from megazoo.engine import pipeline
-from megazoo.engine.pipeline import PipelineRun
+from megazoo.engine.stage import StageRun
 from megazoo.errors import UserError
 from megazoo.layers import RowParallelLinear
 from megazoo.models import registry
@@ -141,7 +141,7 @@ def last_micro_batch_twice():
 
         return scaled
 
-    return replaced(PipelineRun, "backward", make)
+    return replaced(StageRun, "backward", make)
 
 
 def output_halved():
