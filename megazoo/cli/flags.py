@@ -176,6 +176,8 @@ def _typed(name: str, value, kind, words: bool):
     several = get_origin(kind) is tuple
     if several and not isinstance(value, list | tuple):
         value = [value]
+    for word in value if several else [value]:
+        _check_integer(name, word)
     if several and str in get_args(kind):
         value = [str(v) if type(v) in (int, float) else v for v in value]
     values = value if several else [value]
@@ -183,7 +185,6 @@ def _typed(name: str, value, kind, words: bool):
         if isinstance(word, str):
             check_text(name, word)
             _check_empty(name, word, kind)
-        _check_integer(name, word)
     value = _spelled_out(value, kind)
     if words and not _takes_text(kind):
         value = [_number_in(v) for v in values] if several else _number_in(value)

@@ -56,6 +56,11 @@ def check_joint_losses(names: dict[str, int] | None, layout: Layout, count: int)
         check_order(names, schedule(last, layout.pp, layout.virtual_pp, count), count)
 
 
+def _axes_of_means(ctx: ParallelContext, axis: Axis) -> list[Axis]:
+    """Return the axes of the ranks with other tokens, along an axis, or other layers."""
+    return [*_parts_of_tokens(ctx), axis, ctx.pp]
+
+
 def losses_of(
     model: Any,
     names: dict[str, int] | None,
@@ -64,7 +69,7 @@ def losses_of(
     axis: Axis,
 ) -> AuxiliaryLosses | None:
     """Return the object that collects the auxiliary losses of a run, or None if no layer declares
-    any, or counts tokens. Every rank calls it.
+    any, or counts tokens. All ranks of the run call it.
 
     names: see `declared_losses`; those of layers of any stage. labelled: number of labelled tokens,
     0-dimensional, on the ranks of the last stage. axis: the ranks with other tokens of the mean:
@@ -75,12 +80,12 @@ def losses_of(
     ctx = model.ctx
     labelled = broadcast_from_stage(labelled.clone(), ctx.placement.last_rank, ctx)
     counts = {"labels": labelled, **_counts(batches, ctx, axis)}
-    return AuxiliaryLosses(names, counts, [*_parts_of_tokens(ctx), axis, ctx.pp])
+    return AuxiliaryLosses(names, counts, _axes_of_means(ctx, axis))
 
 
 def losses_on_meta(model: Any) -> AuxiliaryLosses | None:
-    """Return the object that collects the auxiliary losses of a stage that runs alone on the meta
-    device, without sums over the ranks; None if no layer of the rank declares any."""
+    """Return the object that collects the auxiliary losses of one stage on the meta device,
+    without sums over the ranks; None if no layer of the rank declares any."""
     names = declared_losses(model)
     if names is None:
         return None
@@ -111,6 +116,6 @@ def report(model: Any, losses: AuxiliaryLosses | None) -> None:
     """Store the means over the global batch in the model's engine, and pass the counts of tokens to
     the layers. Every rank calls it."""
     if losses:
-        axes = [*_parts_of_tokens(model.ctx), model.ctx.token_axis]
-        model.engine.auxiliary_losses = losses.reduced([*axes, model.ctx.pp])
-        losses.pass_counts(axes)
+        ctx = model.ctx
+        model.engine.auxiliary_losses = losses.reduced(_axes_of_means(ctx, ctx.token_axis))
+        losses.pass_counts([*_parts_of_tokens(ctx), ctx.token_axis])

@@ -73,7 +73,8 @@ def run_pipeline(
     order = schedule or FORWARD_ONLY[ctx.placement.name]
     table = program(order, ctx.pp_rank, ctx.pp_size, ctx.virtual_size, len(batches))
     names = model.engine.auxiliary_names if schedule else None
-    names = declared_losses(model) if keep_graph else names
+    if keep_graph and any(_has_labels(batch) for batch in batches):
+        names = declared_losses(model)
     if names and schedule:
         of_last = program(
             order, ctx.placement.last_rank, ctx.pp_size, ctx.virtual_size, len(batches)
@@ -109,14 +110,18 @@ def run_pipeline(
         report(model, run.auxiliary)
     elif run.losses:
         ((_, part),) = run.graphs.values()
-        result.loss = _Valued.apply(part, result.loss)
+        result.loss = _WithValue.apply(part, result.loss)
         if run.auxiliary and result.loss.requires_grad:
             result.loss.register_hook(run.auxiliary.set_scale)
     return result
 
 
-class _Valued(torch.autograd.Function):
-    """A rank's part of a sum, with the value of the sum. The gradient is passed unchanged."""
+def _has_labels(batch: MicroBatch) -> bool:
+    return batch.targets is not None or batch.labels is not None
+
+
+class _WithValue(torch.autograd.Function):
+    """Return a sum over the ranks, with the gradient of this rank's part of it."""
 
     @staticmethod
     def forward(ctx, part: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -137,7 +142,10 @@ def _result(run: StageRun, labelled: torch.Tensor, group: dist.ProcessGroup | No
         all_reduce(loss, group)
     sums = torch.stack([loss, labelled])
     loss, labelled = broadcast_from_stage(sums, ctx.placement.last_rank, ctx)
-    collected = torch.cat(run.collected) if len(run.collected) > 1 else (run.collected or [None])[0]
+    first, *others = run.collected or [None]
+    collected = (
+        torch.cat(run.collected) if others else first if first is None else first.contiguous()
+    )
     return Result(loss.float(), labelled, collected)
 
 

@@ -50,12 +50,10 @@ class Transport(Protocol):
     def take(self, action: Action) -> torch.Tensor | None:
         """Return what another action has computed for this one. None if the action needs nothing:
         the forward of the first stage, or the backward of the last one."""
-        ...
 
     def pass_on(self, consumer: Action, tensor: torch.Tensor) -> bool:
         """Take the input of an action of another stage. Return whether it leaves this rank, so that
         only the transport needs its memory."""
-        ...
 
 
 def run_stage(
@@ -162,7 +160,8 @@ class StageRun:
             self._check_activations(output, stage, batch)
             follows = action._replace(stage=stage.index + 1)
             leaves = self.transport.pass_on(follows, output.detach())
-            if train and leaves:  # backward needs the graph of an output, not its values
+            # backward needs the graph of an output, not its values
+            if train and leaves and output is not received:
                 output.data = torch.empty(1, dtype=output.dtype, device=output.device)
         if train:
             self.graphs[action.stage, action.microbatch] = (received, output)

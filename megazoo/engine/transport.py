@@ -1,4 +1,4 @@
-"""What brings a stage the activations and gradients of other stages, and takes those for them."""
+"""Transports: they bring a stage what other stages send, and take what it sends to them."""
 
 from collections import deque
 
@@ -81,16 +81,16 @@ class RankTransport:
 
 
 class MetaTransport:
-    """The transport of a stage that runs alone on the meta device: it brings empty tensors, and
-    drops the outputs."""
+    """The transport of one stage on the meta device: it brings empty tensors, and drops the
+    outputs."""
 
     def __init__(self, model: PipelineModel, batch: MicroBatch):
         self.model, self.shape = model, activation_shape(model, batch)
 
     def take(self, action: Action) -> torch.Tensor | None:
         """Return an empty tensor; None if the action needs nothing."""
-        needless = 0 if action.kind == "F" else self.model.ctx.stage_count - 1
-        if action.stage == needless:
+        without_input = 0 if action.kind == "F" else self.model.ctx.stage_count - 1
+        if action.stage == without_input:
             return None
         return torch.empty(self.shape, dtype=self.model.dtype, device="meta")
 

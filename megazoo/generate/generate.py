@@ -166,7 +166,7 @@ def _run_padding(model, index: int) -> None:
     stage, device = model.stages[index], model.ctx.device
     batch = MicroBatch((1, 1), torch.zeros(1, 1, dtype=torch.int64, device=device), longest=1)
     received = torch.zeros(activation_shape(model, batch), dtype=model.dtype, device=device)
-    run_stage(model, stage, batch, received)
+    run_stage(model, stage, batch, None if stage.first else received)
 
 
 def _forward(model, group: Group, turn: Turn, traffic: Traffic) -> torch.Tensor | Choice:

@@ -302,7 +302,7 @@ class CausalSelfAttention(Layer):
         It requires half precision, no active dropout, no soft cap, and a head size that is a
         multiple of 8 and at most 256. On CUDA it requires Ampere or newer.
         """
-        size, device = self.qkv.head_size, self.qkv.weight.device
+        size, device = self.qkv.head_size, self.ctx.device
         if self.soft_cap is not None or self.dropout.active:
             return False
         if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from megazoo.errors import UserError
 from megazoo.layers.cross_entropy import IGNORE_INDEX
 from megazoo.layers.layer import Layer
+from megazoo.layers.matmul import linear
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.regions import reduce_from_context, reduce_from_tensor_parallel
 from megazoo.parallel.sequence import SequenceCut
@@ -103,7 +104,7 @@ class ClassificationHead(Layer):
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         rows, ctx = torch.arange(len(x), device=x.device), self.ctx
         if ctx.cp_size == 1 and not ctx.sequence_parallel:
-            return F.linear(x[rows, positions], self.synced_parameter("weight"))
+            return linear(x[rows, positions], self.use("weight"))
         parts = ctx.tp_size if ctx.sequence_parallel else 1
         cut = SequenceCut.of(x.shape[1] * parts * ctx.cp_size, ctx)
         local = positions if cut is None else cut.local(positions)
@@ -112,7 +113,7 @@ class ClassificationHead(Layer):
         # one rank has the position, the others add zeros
         here = (local >= 0) & (local < x.shape[1])
         pooled = x[rows, local.masked_fill(~here, 0)].masked_fill(~here[:, None], 0)
-        scores = F.linear(pooled, self.synced_parameter("weight"))
+        scores = linear(pooled, self.use("weight"))
         if ctx.sequence_parallel:
             scores = reduce_from_tensor_parallel(scores, ctx)
         return reduce_from_context(scores, ctx)

@@ -9,7 +9,7 @@ from megazoo.errors import UserError
 from megazoo.layers.cross_entropy import linear_cross_entropy, piece_rows
 from megazoo.layers.layer import Layer
 from megazoo.layers.loss_terms import PLAIN, LossTerms
-from megazoo.layers.matmul import linear
+from megazoo.layers.matmul import linear, product_of_head
 from megazoo.layers.soft_cap import check_cap, soft_capped
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.regions import (
@@ -65,11 +65,13 @@ class _VocabParallel(Layer):
     @property
     def matrix(self) -> torch.Tensor:
         """This rank's rows: [rows, hidden]."""
-        return self.owner.weight
+        return self.owner.use("weight")
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Return this rank's logits, which start at token `start`: [..., hidden] -> [..., rows]."""
-        return linear(x, self.matrix, entering=self.ctx, queue=self.weight_queue, align=True)
+        weight = self.matrix
+        how = {"product": product_of_head(x, weight), "queue": self.weight_queue}
+        return linear(x, weight, entering=self.ctx, **how)
 
     def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Gather the logits of all ranks: [..., rows] -> [..., vocab_size], the same on every
@@ -119,12 +121,11 @@ class VocabParallelEmbedding(_VocabParallel):
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return the embeddings of int64 token ids (shapes: see the class)."""
         if self.ctx.tp_size == 1:
-            return F.embedding(token_ids, self.weight)
+            return F.embedding(token_ids, self.matrix)
         local = token_ids - self.start
         elsewhere = (local < 0) | (local >= self.rows)
-        found = F.embedding(local.masked_fill(elsewhere, 0), self.weight).masked_fill(
-            elsewhere[..., None], 0
-        )
+        found = F.embedding(local.masked_fill(elsewhere, 0), self.matrix)
+        found = found.masked_fill(elsewhere[..., None], 0)
         return leave_tensor_parallel_in_place(found, self.ctx)
 
 
@@ -233,4 +234,4 @@ class PositionEmbedding(Layer):
     def forward(self, positions: torch.Tensor) -> torch.Tensor:
         if self.ctx.sequence_parallel:
             positions = positions.chunk(self.ctx.tp_size, dim=-1)[self.ctx.tp_rank]
-        return F.embedding(positions, self.synced_parameter("weight"))
+        return F.embedding(positions, self.use("weight"))

@@ -15,6 +15,7 @@ from megazoo.layers.dispatch import AXIS, Dispatch
 from megazoo.layers.grouped import grouped_linear
 from megazoo.layers.layer import Layer
 from megazoo.layers.mlp import GatedMLP, gated
+from megazoo.layers.product import PLAIN, Product
 from megazoo.layers.router import ReplicatedLinear, Router
 from megazoo.parallel.context import ParallelContext, current_context
 from megazoo.parallel.regions import (
@@ -27,11 +28,12 @@ from megazoo.parallel.shard import ParameterSpec, Shard, units_for
 
 class _StackedLinear(Layer):
     """Base class of the stacked linear layers of experts. share: the part of all tokens that the
-    weights multiply. lora: product of the weights with adapters, from megazoo.lora."""
+    weights multiply. product, lora: as in the parallel linear layers."""
 
     multiplied = ("weight",)
     weight: torch.nn.Parameter
     lora: Any
+    product: Product
 
     def __init__(
         self,
@@ -49,14 +51,15 @@ class _StackedLinear(Layer):
                 f"{shape[0]} experts can't be split evenly over ep {ranks}: use ep {any_of(fits)}"
             )
         self.token_share = share
-        self.lora = None
+        self.lora, self.product = None, PLAIN
         by_expert = Shard(0, shape[:1], axis=AXIS)
         self.add_parameter("weight", ParameterSpec(shape, (by_expert, shard), std=std))
 
     def forward(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Return the products of the rows of each expert, [rows, inputs] -> [rows, outputs].
         counts: rows of each expert of this rank."""
-        return (self.lora or grouped_linear)(x, self.weight, counts, self.weight_queue)
+        how = {"product": self.product, "queue": self.weight_queue}
+        return (self.lora or grouped_linear)(x, self.use("weight"), counts, **how)
 
 
 class ColumnParallelExperts(_StackedLinear):

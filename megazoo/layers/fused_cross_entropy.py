@@ -5,9 +5,9 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from megazoo.layers.aligned import aligned, empty_aligned
+from megazoo.layers.aligned import empty_aligned
 from megazoo.layers.loss_terms import PLAIN, LossTerms
-from megazoo.layers.matmul import linear
+from megazoo.layers.matmul import product_of_head
 from megazoo.layers.soft_cap import soft_capped
 from megazoo.parallel.collectives import all_reduce
 from megazoo.parallel.context import ParallelContext
@@ -119,12 +119,13 @@ class _SummedLosses(torch.autograd.Function):
         dtype, weight_grad = product_dtype(x), None
         x_grad = torch.empty_like(x) if wanted[0] else None
         wide = weight.to(dtype)
+        product = product_of_head(x, weight)
 
         def add(part: slice) -> None:
             """Add the losses and gradients of these tokens; their logits are freed on return."""
             nonlocal weight_grad
             inputs = x[part].to(dtype)
-            logits, slope = linear(inputs, wide, align=True).to(x.dtype), None
+            logits, slope = product.output(inputs, wide).to(x.dtype), None
             if soft_cap is not None:
                 logits = soft_capped(logits, soft_cap)
                 if any(wanted):
@@ -145,9 +146,9 @@ class _SummedLosses(torch.autograd.Function):
             _to_gradient(logits, weights, columns[part], here[part], log_normaliser, terms)
             if slope is not None:
                 logits.mul_(slope)
-            logits = aligned(logits.to(x.dtype)).to(dtype)  # now the gradient of the logits
+            logits = product.gradient(logits.to(x.dtype)).to(dtype)  # their gradient from here
             if x_grad is not None:
-                x_grad[part] = logits @ wide
+                x_grad[part] = product.input_gradient(logits, wide)
             if wanted[1]:
                 weight_grad = _add_product(weight_grad, logits.t(), inputs)
 

@@ -1,17 +1,13 @@
 """Matrix products of linear layers whose weights are rounded to 8 bits: see `round_to_int8`."""
 
-from collections.abc import Callable
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from megazoo.layers.product import Product
 from megazoo.parallel.collectives import all_reduce
-from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.cpu.products import product_dtype
-from megazoo.parallel.deferred import AtOnce, WeightQueue
-from megazoo.parallel.regions import enter_tensor_parallel
 from megazoo.torch_internals import int8_product, takes_int8_product
 
 LARGEST = 127  # signed 8-bit integer
@@ -55,25 +51,17 @@ def int8_linear(
     return y if bias is None else y + bias
 
 
-class Int8Product(nn.Module):
-    """The product of a linear layer whose weight is rounded: see `int8_linear`. scale: of the rows
-    of the weight."""
+class Int8Product(nn.Module, Product):
+    """The product of a linear layer whose weight is rounded: see `int8_linear`. The weight is not
+    trained. scale: of the rows of the weight."""
 
     def __init__(self, scale: torch.Tensor):
         super().__init__()
         self.register_buffer("scale", scale, persistent=False)
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        *,
-        entering: ParallelContext | None = None,
-        recompute: Callable[[torch.Tensor], torch.Tensor] | None = None,
-        queue: WeightQueue | AtOnce | None = None,
-    ) -> torch.Tensor:
-        """Return x W^T + b, as `megazoo.layers.matmul.linear`. The weight is not trained."""
-        x = enter_tensor_parallel(x, entering) if entering else x
-        x = recompute(x) if recompute else x
+    def output(self, x, weight, bias=None, counts=None):
         return int8_linear(x, weight, self.scale, bias)
+
+    def input_gradient(self, grad, weight, counts=None, total=None):
+        widened = (weight * self.scale[:, None]).to(grad.dtype)
+        return super().input_gradient(grad, widened, counts, total)

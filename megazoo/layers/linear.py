@@ -11,6 +11,7 @@ from megazoo.errors import UserError
 from megazoo.layers.int8 import Int8Product, rounded_to_int8
 from megazoo.layers.layer import Layer
 from megazoo.layers.matmul import linear
+from megazoo.layers.product import PLAIN, Product
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.regions import (
     gather_from_tensor_parallel,
@@ -23,10 +24,10 @@ from megazoo.parallel.shard import ParameterSpec, Shard, units_for
 
 
 class _ParallelLinear(Layer):
-    """Base class of both linear layers; selects the function that multiplies.
+    """Base class of both linear layers.
 
-    lora: product of a weight with adapters, from megazoo.lora. int8: product of a weight that is
-    rounded to 8 bits (see round_to_int8). Otherwise `linear` is used.
+    product: multiplies; PLAIN, an Int8Product (see round_to_int8), or another Product. lora:
+    multiplies with adapters, from megazoo.lora.
     """
 
     multiplied = ("weight",)
@@ -36,7 +37,7 @@ class _ParallelLinear(Layer):
     def __init__(self, ctx: ParallelContext | None):
         super().__init__(ctx)
         self.lora: Any = None
-        self.int8: Int8Product | None = None
+        self.product: Product = PLAIN
 
     def extra_repr(self) -> str:
         spec, bias = self.specs["weight"], "bias" in self.specs
@@ -50,11 +51,10 @@ class _ParallelLinear(Layer):
         assert shard
         return shard
 
-    @property
-    def product(self) -> Callable[..., torch.Tensor]:
-        """The function that multiplies: product(x, weight, bias, entering=, recompute=, queue=), as
-        `linear`."""
-        return self.lora or self.int8 or linear
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None, **how: Any) -> torch.Tensor:
+        """Return x W^T + b. how: entering and recompute, as in `linear`."""
+        how |= {"product": self.product, "queue": self.weight_queue}
+        return (self.lora or linear)(x, self.use("weight"), bias, **how)
 
 
 class ColumnParallelLinear(_ParallelLinear):
@@ -124,8 +124,7 @@ class ColumnParallelLinear(_ParallelLinear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return this rank's outputs for x, or all of them with gather_output (shapes: see the
         class)."""
-        weight, bias = self.synced_parameter("weight"), self.synced_parameter("bias")
-        y = self.product(x, weight, bias, entering=self.ctx, queue=self.weight_queue)
+        y = self.multiply(x, self.use("bias"), entering=self.ctx)
         return gather_from_tensor_parallel(y, self.ctx, self.sizes) if self.gather_output else y
 
 
@@ -203,10 +202,10 @@ class RowParallelLinear(_ParallelLinear):
         if not self.input_is_parallel:
             x = scatter_to_tensor_parallel(x, self.ctx, self.sizes)
         alone = self.ctx.tp_size == 1  # without a sum over ranks, the product can add the bias
-        bias, queue = self.bias if alone else None, self.weight_queue
-        y = self.product(x, self.weight, bias, recompute=recompute, queue=queue)
+        bias = self.use("bias")
+        y = self.multiply(x, bias if alone else None, recompute=recompute)
         y = leave_tensor_parallel(y, self.ctx)
-        return y if alone or self.bias is None else y + self.synced_parameter("bias")
+        return y if alone or bias is None else y + bias
 
 
 def round_to_int8(model: nn.Module) -> None:
@@ -230,7 +229,7 @@ def round_to_int8(model: nn.Module) -> None:
     layers = [
         layer
         for layer in model.modules()
-        if isinstance(layer, _ParallelLinear) and layer.int8 is None
+        if isinstance(layer, _ParallelLinear) and not isinstance(layer.product, Int8Product)
     ]
     if any(layer.lora is not None for layer in layers):
         raise UserError(
@@ -240,7 +239,7 @@ def round_to_int8(model: nn.Module) -> None:
     for layer in layers:
         cut_inputs = layer.ctx.tp_group if isinstance(layer, RowParallelLinear) else None
         weight, scale = rounded_to_int8(layer.weight.detach(), cut_inputs)
-        layer.weight, layer.int8 = nn.Parameter(weight, requires_grad=False), Int8Product(scale)
+        layer.weight, layer.product = nn.Parameter(weight, requires_grad=False), Int8Product(scale)
 
 
 def refuse_rounded(model: nn.Module, what: str) -> None:

@@ -1,6 +1,6 @@
 """The matrix products of linear layers, of one x with one weight or with several.
 
-All of them call `multiply`. It is F.linear unless it can save memory or overlap
+All of them call `multiply`. It calls `Product.output` unless it can save memory or overlap
 communication. Otherwise it is a fused version, which computes the formula in its docstring.
 tests/unit/layers/test_fused.py compares values and gradients of the two.
 """
@@ -10,7 +10,8 @@ from functools import partial
 
 import torch
 
-from megazoo.layers.aligned import aligned, aligned_product, needs_alignment
+from megazoo.layers.aligned import needs_alignment
+from megazoo.layers.product import ALIGNED, PLAIN, Product
 from megazoo.parallel.collectives import (
     all_gather_sequence,
     begin_all_gather_sequence,
@@ -19,7 +20,7 @@ from megazoo.parallel.collectives import (
 )
 from megazoo.parallel.compile import untraced
 from megazoo.parallel.context import ParallelContext
-from megazoo.parallel.cpu.products import linear_for, product_dtype
+from megazoo.parallel.cpu.products import product_dtype
 from megazoo.parallel.deferred import AtOnce, WeightQueue
 from megazoo.parallel.recompute import Moment, replay
 from megazoo.parallel.regions import enter_tensor_parallel
@@ -32,14 +33,19 @@ def linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
+    product: Product = PLAIN,
     entering: ParallelContext | None = None,
     recompute: Callable[[torch.Tensor], torch.Tensor] | None = None,
     queue: WeightQueue | AtOnce | None = None,
-    align: bool = False,
 ) -> torch.Tensor:
     """Return x W^T + b, [..., inputs] -> [..., outputs]: see `multiply`."""
-    how = {"entering": entering, "recompute": recompute, "queue": queue, "align": align}
-    return multiply(x, (weight,), bias, **how)[0]
+    how = {"entering": entering, "recompute": recompute, "queue": queue}
+    return multiply(x, (weight,), bias, products=(product,), **how)[0]
+
+
+def product_of_head(x: torch.Tensor, weight: torch.Tensor) -> Product:
+    """Return the product for numbers of outputs such as the size of a vocabulary."""
+    return ALIGNED if needs_alignment(x, len(weight)) else PLAIN
 
 
 def multiply(
@@ -47,10 +53,10 @@ def multiply(
     weights: Weights,
     bias: torch.Tensor | None = None,
     *,
+    products: Sequence[Product] | None = None,
     entering: ParallelContext | None = None,
     recompute: Callable[[torch.Tensor], torch.Tensor] | None = None,
     queue: WeightQueue | AtOnce | None = None,
-    align: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     """Return x W^T for each weight; the bias is added to the first.
 
@@ -63,36 +69,48 @@ def multiply(
             this rank's part of the sequence. The part is saved, and gathered again in backward.
         weights: [outputs, inputs] each.
         bias: [outputs] of the first weight.
+        products: the Product of each weight; by default PLAIN.
         entering: the context whose tensor-parallel region x enters here, once for all weights. The
             gradient of x is summed over tp. Not together with recompute.
         recompute: a function without parameters that is applied to x, and run again in backward.
         queue: adds the gradients of the weights instead of autograd: immediately, or in idle time
             of the pipeline.
-        align: whether to align the rows of the results, for numbers of outputs such as the size of
-            a vocabulary: see aligned.py. Not together with a bias.
     """
-    align = align and any(needs_alignment(x, len(weight)) for weight in weights)
+    products = (PLAIN,) * len(weights) if products is None else tuple(products)
     if entering is not None and entering.tp_size > 1:
         if hides_communication(x):
             queues = _queues(queue, x, weights)
-            return _entered_linears(entering, queues, align, x, bias, *weights)
+            return _entered_linears(entering, queues, products, x, bias, *weights)
         enter = partial(enter_tensor_parallel, ctx=entering)
         if entering.sequence_parallel and any(weight.requires_grad for weight in weights):
             recompute = enter
         else:
             x = enter(x)
+    if not torch.is_grad_enabled():
+        return _outputs(products, recompute(x) if recompute else x, weights, bias)
     queues = _queues(queue, x, weights)
-    if recompute is None and not any(queues) and not align and product_dtype(x) == x.dtype:
-        first, *others = weights
-        more = (linear_for(x, weight)(x, weight, None) for weight in others)
-        return linear_for(x, first)(x, first, bias), *more
-    return _linears(recompute, queues, align, x, bias, *weights)
+    is_plain = all(product is PLAIN for product in products)
+    if recompute is None and not any(queues) and is_plain and product_dtype(x) == x.dtype:
+        return _outputs(products, x, weights, bias)  # autograd saves only x, too
+    return _linears(recompute, queues, products, x, bias, *weights)
 
 
-def _products(x: torch.Tensor, weights: Weights, bias: torch.Tensor | None) -> tuple:
-    first, *others = weights
-    more = (linear_for(x, weight)(x, weight, None) for weight in others)
-    return linear_for(x, first)(x, first, bias), *more
+def _outputs(
+    products: Sequence[Product], x: torch.Tensor, weights: Weights, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, ...]:
+    """Return the output of each product, in the dtype of x."""
+    dtype, own = product_dtype(x), x.dtype
+    if dtype != own:
+        x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
+        weights = [_widened(weight, dtype) for weight in weights]
+    biases = (bias, *[None] * (len(weights) - 1))
+    results = (p.output(x, w, b) for p, w, b in zip(products, weights, biases, strict=True))
+    return tuple(results) if dtype == own else tuple(y.to(own) for y in results)
+
+
+def _widened(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a weight in another dtype; integers stay, their product widens them."""
+    return weight.to(dtype) if weight.is_floating_point() else weight
 
 
 def _queues(queue: WeightQueue | AtOnce | None, x: torch.Tensor, weights: Weights) -> tuple:
@@ -105,25 +123,19 @@ def _queues(queue: WeightQueue | AtOnce | None, x: torch.Tensor, weights: Weight
 
 
 @untraced
-def _linears(recompute, queues, align, x, bias, *weights) -> tuple[torch.Tensor, ...]:
-    return _Linears.apply(recompute, queues, align, x, bias, *weights)
+def _linears(recompute, queues, products, x, bias, *weights) -> tuple[torch.Tensor, ...]:
+    return _Linears.apply(recompute, queues, products, x, bias, *weights)
 
 
 class _Linears(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, recompute, queues, align, x, bias, *weights):
+    def forward(ctx, recompute, queues, products, x, bias, *weights):
         # the Parameters themselves, not saved tensors: the queue adds to their gradients later
-        ctx.recompute, ctx.queues, ctx.align, ctx.weights = recompute, queues, align, weights
+        ctx.recompute, ctx.queues, ctx.products, ctx.weights = recompute, queues, products, weights
         ctx.first = Moment.now() if recompute else None
         keeps_x = recompute is not None or any(ctx.needs_input_grad[-len(weights) :])
         ctx.save_for_backward(x if keeps_x else None)
-        dtype = product_dtype(x)
-        inputs = recompute(x) if recompute else x
-        if align:
-            return tuple(aligned_product(inputs, weight) for weight in weights)
-        weights = [weight.to(dtype) for weight in weights]
-        bias = None if bias is None else bias.to(dtype)
-        return tuple(y.to(x.dtype) for y in _products(inputs.to(dtype), weights, bias))
+        return _outputs(products, recompute(x) if recompute else x, weights, bias)
 
     @staticmethod
     def backward(ctx, *grads):
@@ -134,47 +146,59 @@ class _Linears(torch.autograd.Function):
             inputs = replay(ctx.recompute, ctx.first, x)
         else:
             inputs = x
-        grads = [_aligned_rows(grad) if ctx.align else grad.to(dtype) for grad in grads]
+        rows = _gradient_rows(ctx.products, [grad.to(dtype) for grad in grads])
         if ctx.needs_input_grad[3]:
-            x_grad = _gradient_of_input(grads, [w.to(dtype) for w in ctx.weights]).to(own)
+            weights = [_widened(weight, dtype) for weight in ctx.weights]
+            x_grad = _gradient_of_input(ctx.products, rows, weights).to(own)
+            x_grad = x_grad.unflatten(0, grads[0].shape[:-1])
             if ctx.recompute:
                 (x_grad,) = torch.autograd.grad(inputs, x, x_grad)
         inputs = None if inputs is None else inputs.to(dtype)
-        return None, None, None, x_grad, *_gradients_of_weights(ctx, grads, inputs)
+        return None, None, None, x_grad, *_gradients_of_weights(ctx, rows, inputs)
 
 
-def _gradient_of_input(grads: Weights, weights: Weights) -> torch.Tensor:
-    """Return the gradient of the input: the sum over the weights of gradient x weight."""
-    (first, *others), (weight, *rest) = grads, weights
-    rows = first.flatten(0, -2) @ weight
-    for grad, weight in zip(others, rest, strict=True):
-        rows.addmm_(grad.flatten(0, -2), weight)
-    return rows.unflatten(0, first.shape[:-1])
+def _gradient_rows(products: Sequence[Product], grads: Weights) -> list[torch.Tensor]:
+    """Return the gradients of the outputs, [..., outputs], as the products use them: [rows,
+    outputs]."""
+    flat = (grad.flatten(0, -2) for grad in grads)
+    return [product.gradient(grad) for product, grad in zip(products, flat, strict=True)]
 
 
-def _gradients_of_weights(ctx, grads: Weights, inputs: torch.Tensor | None) -> tuple:
+def _gradient_of_input(
+    products: Sequence[Product], rows: Weights, weights: Weights
+) -> torch.Tensor:
+    """Return the gradient of the input, [rows, inputs]: the sum over the weights of gradient x
+    weight."""
+    total = None
+    for product, grad, weight in zip(products, rows, weights, strict=True):
+        total = product.input_gradient(grad, weight, total=total)
+    assert total is not None  # there is a weight
+    return total
+
+
+def _gradients_of_weights(ctx, rows: Weights, inputs: torch.Tensor | None) -> tuple:
     """Return the gradients of a bias and of the weights; for a weight with a queue, the result of
     the queue.
 
-    ctx: of an autograd function whose last arguments they are. grads: gradients of its results,
-    [..., outputs]. inputs: the input of the products, [..., inputs].
+    ctx: of an autograd function whose last arguments they are. rows: gradients of its results,
+    [rows, outputs]. inputs: the input of the products, [..., inputs].
     """
-    grad_rows = [grad.flatten(0, -2) for grad in grads]
     # a queue multiplies while autograd records
     input_rows = None if inputs is None else inputs.detach().flatten(0, -2)
-    bias_wanted, *wanted = ctx.needs_input_grad[-len(grads) - 1 :]
-    gradients = [grad_rows[0].sum(0) if bias_wanted else None]
-    for weight, queue, grad, is_wanted in zip(
-        ctx.weights, ctx.queues, grad_rows, wanted, strict=True
+    bias_wanted, *wanted = ctx.needs_input_grad[-len(rows) - 1 :]
+    gradients = [rows[0].sum(0) if bias_wanted else None]
+    for product, weight, queue, grad, is_wanted in zip(
+        ctx.products, ctx.weights, ctx.queues, rows, wanted, strict=True
     ):
         if not is_wanted:
             gradients.append(None)
             continue
         assert input_rows is not None  # they are saved if a weight is trained
         if queue:
-            gradients.append(queue.put(weight, grad.t(), input_rows))
+            add = partial(product.add_weight_gradient, grad=grad, x=input_rows)
+            gradients.append(queue.put(weight, add))
         else:
-            gradients.append(torch.mm(grad.t(), input_rows))
+            gradients.append(product.weight_gradient(grad, input_rows))
     return tuple(gradients)
 
 
@@ -186,8 +210,8 @@ def hides_communication(x: torch.Tensor) -> bool:
 
 
 @untraced
-def _entered_linears(parallel, queues, align, x, bias, *weights) -> tuple[torch.Tensor, ...]:
-    return _EnteredLinears.apply(parallel, queues, align, x, bias, *weights)
+def _entered_linears(parallel, queues, products, x, bias, *weights) -> tuple[torch.Tensor, ...]:
+    return _EnteredLinears.apply(parallel, queues, products, x, bias, *weights)
 
 
 class _EnteredLinears(torch.autograd.Function):
@@ -199,28 +223,22 @@ class _EnteredLinears(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, parallel, queues, align, x, bias, *weights):
-        ctx.parallel, ctx.queues, ctx.align, ctx.weights = parallel, queues, align, weights
+    def forward(ctx, parallel, queues, products, x, bias, *weights):
+        ctx.parallel, ctx.queues, ctx.products, ctx.weights = parallel, queues, products, weights
         ctx.save_for_backward(x if any(ctx.needs_input_grad[-len(weights) :]) else None)
         if parallel.sequence_parallel:
             x = all_gather_sequence(x, parallel.tp_group)
-        if align:
-            return tuple(aligned_product(x, weight) for weight in weights)
-        return _products(x, weights, bias)
+        return _outputs(products, x, weights, bias)
 
     @staticmethod
     def backward(ctx, *grads):
         (x,), summed = ctx.saved_tensors, None
         cut, group = ctx.parallel.sequence_parallel, ctx.parallel.tp_group
-        grads = [_aligned_rows(grad) if ctx.align else grad for grad in grads]
+        rows = _gradient_rows(ctx.products, grads)
         gathered = begin_all_gather_sequence(x, group) if cut and x is not None else None
         if ctx.needs_input_grad[3]:
-            x_grad = _gradient_of_input(grads, ctx.weights)
+            x_grad = _gradient_of_input(ctx.products, rows, ctx.weights)
+            x_grad = x_grad.unflatten(0, grads[0].shape[:-1])
             summed = (begin_reduce_scatter_sequence if cut else begin_sum)(x_grad, group)
-        gradients = _gradients_of_weights(ctx, grads, gathered() if gathered else x)
+        gradients = _gradients_of_weights(ctx, rows, gathered() if gathered else x)
         return None, None, None, summed() if summed else None, *gradients
-
-
-def _aligned_rows(grad: torch.Tensor) -> torch.Tensor:
-    """Return a gradient, [..., outputs], with aligned rows."""
-    return aligned(grad.flatten(0, -2)).unflatten(0, grad.shape[:-1])

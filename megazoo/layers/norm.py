@@ -52,9 +52,9 @@ class LayerNorm(Layer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.layer_norm(
             x,
-            self.weight.shape,
-            self.synced_parameter("weight"),
-            self.synced_parameter("bias"),
+            self.specs["weight"].local_shape(self.ctx.place),
+            self.use("weight"),
+            self.use("bias"),
             self.eps,
         )
 
@@ -103,7 +103,7 @@ class RMSNorm(Layer):
         self.add_parameter("weight", ParameterSpec((hidden_size,), shard, mean=1.0))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.synced_parameter("weight"), self.eps)
+        return rms_norm(x, self.use("weight"), self.eps)
 
 
 class HeadwiseLayerNorm(Layer):
@@ -153,8 +153,9 @@ class HeadwiseLayerNorm(Layer):
         wide = x.flatten(-2).float()
         centred = wide - self._mean(wide)
         y = centred * torch.rsqrt(self._mean(centred.square()) + self.eps)
-        y = y.to(x.dtype) * self.synced_parameter("weight")
-        y = y if self.bias is None else y + self.synced_parameter("bias")
+        y = y.to(x.dtype) * self.use("weight")
+        bias = self.use("bias")
+        y = y if bias is None else y + bias
         return y.unflatten(-1, x.shape[-2:])
 
     def _mean(self, x: torch.Tensor) -> torch.Tensor:
@@ -192,7 +193,7 @@ class HeadwiseRMSNorm(HeadwiseLayerNorm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         wide = x.flatten(-2).float()
         normalised = wide * torch.rsqrt(self._mean(wide.square()) + self.eps)
-        y = self.synced_parameter("weight").float() * normalised
+        y = self.use("weight").float() * normalised
         return y.to(x.dtype).unflatten(-1, x.shape[-2:])
 
 

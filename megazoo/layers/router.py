@@ -53,7 +53,7 @@ class ReplicatedLinear(Layer):
         self.add_parameter("weight", ParameterSpec((out_features, in_features), std=std))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.lora or linear)(x, self.synced_parameter("weight"), None)
+        return (self.lora or linear)(x, self.use("weight"), None)
 
 
 class Router(ReplicatedLinear):
@@ -148,7 +148,7 @@ class Router(ReplicatedLinear):
         logits = super().forward(x).float()
         probabilities = logits.softmax(-1)
         if self.balance == "bias":
-            chosen = (probabilities.detach() + self.bias).topk(self.top_k).indices
+            chosen = (probabilities.detach() + self.use("bias")).topk(self.top_k).indices
             weights = probabilities.gather(-1, chosen)
         else:
             weights, chosen = probabilities.topk(self.top_k)

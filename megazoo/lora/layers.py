@@ -27,6 +27,7 @@ from megazoo.layers.dropout import Dropout
 from megazoo.layers.grouped import grouped_linear
 from megazoo.layers.layer import Layer
 from megazoo.layers.matmul import linear, multiply
+from megazoo.layers.product import PLAIN, Product
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.deferred import AtOnce, WeightQueue
 from megazoo.parallel.regions import enter_tensor_parallel
@@ -89,11 +90,11 @@ class Adapter(Layer):
 
     def project_down(self, x: torch.Tensor) -> torch.Tensor:
         """Return dropout(x) A^T: [..., rank]."""
-        return linear(self.dropout(x), self.synced_parameter("A"), queue=self.weight_queue)
+        return linear(self.dropout(x), self.use("A"), queue=self.weight_queue)
 
     def project_up(self, inner: torch.Tensor) -> torch.Tensor:
         """Return scale * inner B^T, for inner [..., rank]."""
-        return linear(inner * self.scale, self.synced_parameter("B"), queue=self.weight_queue)
+        return linear(inner * self.scale, self.use("B"), queue=self.weight_queue)
 
     @torch.no_grad()
     def change(self) -> torch.Tensor:
@@ -140,6 +141,7 @@ class Adapters(_Adapters):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         *,
+        product: Product = PLAIN,
         entering: ParallelContext | None = None,
         recompute: Callable[[torch.Tensor], torch.Tensor] | None = None,
         queue: WeightQueue | AtOnce | None = None,
@@ -149,12 +151,13 @@ class Adapters(_Adapters):
         if any(adapter.dropout.active for adapter in self.values()):  # each has a different x
             x = enter_tensor_parallel(x, entering) if entering else x
             x = recompute(x) if recompute else x
-            y = linear(x, weight, bias, queue=queue)
+            y = linear(x, weight, bias, product=product, queue=queue)
             inner = [adapter.project_down(x) for adapter in self.values()]
         else:
-            first = [adapter.synced_parameter("A") for adapter in self.values()]
+            first = [adapter.use("A") for adapter in self.values()]
+            products = (product, *[PLAIN] * len(first))
             how = {"entering": entering, "recompute": recompute, "queue": queue}
-            y, *inner = multiply(x, (weight, *first), bias, **how)
+            y, *inner = multiply(x, (weight, *first), bias, products=products, **how)
         return self._added(y, dict(zip(self, inner, strict=True)))
 
     def _added(self, y: torch.Tensor, inner: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -176,11 +179,13 @@ class ExpertAdapters(_Adapters):
         x: torch.Tensor,
         weight: torch.Tensor,
         counts: torch.Tensor,
+        *,
+        product: Product = PLAIN,
         queue: WeightQueue | AtOnce | None = None,
     ) -> torch.Tensor:
         """Return the output of the layer with its adapter. The arguments are those of
         `megazoo.layers.grouped.grouped_linear`."""
         (adapter,) = self.values()
-        inner = grouped_linear(x, adapter.synced_parameter("A"), counts, queue) * adapter.scale
-        y = grouped_linear(x, weight, counts, queue)
-        return y + grouped_linear(inner, adapter.synced_parameter("B"), counts, queue)
+        inner = grouped_linear(x, adapter.use("A"), counts, queue=queue) * adapter.scale
+        y = grouped_linear(x, weight, counts, product=product, queue=queue)
+        return y + grouped_linear(inner, adapter.use("B"), counts, queue=queue)

@@ -107,7 +107,7 @@ class GemmaNorm(RMSNorm):
         self.add_parameter("weight", ParameterSpec((hidden_size,), shard))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight = 1 + self.synced_parameter("weight").float()
+        weight = 1 + self.use("weight").float()
         return rms_norm(x.float(), weight, self.eps).to(x.dtype)
 
 

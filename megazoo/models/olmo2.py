@@ -55,7 +55,7 @@ class OlmoNorm(RMSNorm):
     """RMSNorm that multiplies by the weight in fp32."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight = self.synced_parameter("weight").float()
+        weight = self.use("weight").float()
         return rms_norm(x.float(), weight, self.eps).to(x.dtype)
 
 

@@ -2,7 +2,6 @@
 that split the backward, later."""
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 
@@ -24,17 +23,16 @@ class WeightQueue:
         self._waiting: list[tuple[torch.nn.Parameter, Add]] = []
 
     def serves(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
-        """Say whether a layer that multiplies x by `weight` should use the queue: any should."""
-        return True
+        """Return whether a layer that multiplies x by `weight` should use the queue: if the weight
+        is the parameter itself."""
+        return weight.is_leaf
 
-    def put(self, weight: torch.nn.Parameter, a: torch.Tensor, b: torch.Tensor) -> None:
-        """Add the product a b to the weight's gradient later. Returns what is left for autograd to
-        add: nothing."""
-        self.put_sum(weight, partial(add_product, a=a, b=b))
+    def put(self, weight: torch.nn.Parameter, add: Add) -> None:
+        """Change the weight's gradient later to add(gradient). Returns what is left for autograd to
+        add: nothing.
 
-    def put_sum(self, weight: torch.nn.Parameter, add: Add) -> None:
-        """Change the weight's gradient later to add(gradient). add: takes the gradient so far, or
-        None, and returns the new one. It may add in place."""
+        add: takes the gradient so far, or None, and returns the new one. It may add in place.
+        """
         self._waiting.append((weight, add))
         self.weights.add(weight)
 
@@ -76,16 +74,15 @@ class AtOnce:
             and not has_gradient_hooks(weight)
         )
 
-    def put(self, weight: torch.nn.Parameter, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """Return the weight's gradient so far plus the product a b; autograd then stores it as the
-        gradient.
+    def put(self, weight: torch.nn.Parameter, add: Add) -> torch.Tensor:
+        """Return add(the weight's gradient so far); autograd then stores it as the gradient.
 
         The weight has no gradient until then, so autograd copies nothing. It still adds the
         gradients of other uses of the weight in this backward, and notifies the buckets once, at
         the end.
         """
         total, weight.grad = weight.grad, None
-        return add_product(total, a, b)
+        return add(total)
 
 
 AT_ONCE = AtOnce()

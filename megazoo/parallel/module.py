@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import accumulate, product
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -39,12 +39,21 @@ def without_memory() -> Iterator[None]:
         _without_memory.reset(token)
 
 
+class Storage(Protocol):
+    """Where the values of parameters rest, for example as ranges over the replicas."""
+
+    def use(self, module: "ShardedModule", name: str) -> torch.Tensor | None:
+        """Return this rank's shard of a parameter for one use in forward, or None for a missing
+        bias. Backward through it gives the gradient of what rests. Every rank that has the module
+        calls it in the same order."""
+        ...
+
+
 class ShardedModule(nn.Module):
     """A module with sharded parameters: `specs` has the ParameterSpec of each, by its name.
 
-    A forward uses `self.synced_parameter(name)` for a parameter whose gradient may be partial on a
-    tp rank in some layout (`ParameterSpec.has_partial_gradient`). The shards are kept by deepcopy,
-    to() and to_empty().
+    A forward reads a parameter only by `self.use(name)`. The shards are kept by deepcopy, to() and
+    to_empty().
 
     Args:
         ctx: parallel context; default: that of the enclosing `with ctx:` block.
@@ -55,11 +64,13 @@ class ShardedModule(nn.Module):
         weight_queue: adds the gradients of weights that multiply tokens in train_batch.
         multiplied: names of the parameters that are matrices which multiply every token.
             `flops_per_token` counts them, and Muon trains them.
+        storage: where the values of the parameters rest; None: in the parameters.
         shown: names of attributes that print(module) shows after the parameters.
     """
 
     multiplied: ClassVar[tuple[str, ...]] = ()
     shown: ClassVar[tuple[str, ...]] = ()
+    storage: Storage | None = None
     sums_later = False
     weight_queue: WeightQueue | AtOnce | None = None
 
@@ -70,14 +81,14 @@ class ShardedModule(nn.Module):
         # parameters of which backward on this rank gives only a part of the gradient
         self._partial: set[str] = set()
 
-    def synced_parameter(self, name: str) -> torch.Tensor | Any:
-        """Return the parameter for use in forward. If the backward of each tp rank gives a partial
-        gradient, the parts are summed, here or at the end of train_batch.
+    def use(self, name: str) -> torch.Tensor | Any:
+        """Return a parameter for a use in forward: this rank's shard, or None for a missing bias.
 
-        That is the case for replicated KV heads, and for norms under sequence parallelism.
-        Otherwise this returns the parameter itself, or None for a missing bias.
+        It is the parameter itself, or what the storage returns. If the backward of each tp rank
+        gives a partial gradient, as for replicated KV heads and for norms under sequence
+        parallelism, the parts are summed, here or at the end of train_batch.
         """
-        parameter = getattr(self, name)
+        parameter = self.storage.use(self, name) if self.storage else getattr(self, name)
         if name not in self._partial or self.sums_later:
             return parameter
         return _summed_over_copies(parameter, self.specs[name], self.ctx)

@@ -182,7 +182,7 @@ def costs_of(
 ) -> dict[str, Cost]:
     """Return the cost of each kind of action of a stage.
 
-    The stage runs alone, on one micro-batch of `table`. If a step has only one micro-batch,
+    The engine runs the stage on one micro-batch of `table`. If a step has only one micro-batch,
     gradients are allocated while activations are freed, and count as live.
 
     Under context parallelism, attention also counts the keys of the whole sequence for each token,
@@ -191,7 +191,7 @@ def costs_of(
     """
     _set_gradients(model, stage, exist=not has_one_microbatch(table))
     batch = _micro_batch(run, model.ctx)
-    alone = StageRun(
+    engine = StageRun(
         model,
         [batch],
         torch.ones((), device=META),
@@ -204,13 +204,13 @@ def costs_of(
     backward = forward._replace(kind="I" if queue else "B")
     meter, costs = Meter(model.ctx, batch.cut.length if batch.cut else None), {}
     with DeviceKernels(), meter:
-        alone.forward(forward, train=True)
+        engine.forward(forward, train=True)
         costs["F"] = meter.take()
-        alone.backward(backward)
+        engine.backward(backward)
         costs[backward.kind] = meter.take()
     if queue:
         with meter:
-            alone.weights.pop((stage.index, 0))()
+            engine.weights.pop((stage.index, 0))()
         costs["W"] = meter.take()
     return costs
 
@@ -242,10 +242,10 @@ def forward_flops(model: Model, rows: int, sequence: int) -> float:
     ids = torch.empty(rows, sequence, dtype=torch.int64, device=META)
     batch = MicroBatch((rows, sequence), ids, ids, length=sequence, longest=sequence)
     meter = Meter(model.ctx)
-    alone = StageRun(model, [batch], torch.ones((), device=META), MetaTransport(model, batch))
+    engine = StageRun(model, [batch], torch.ones((), device=META), MetaTransport(model, batch))
     with DeviceKernels(), meter:
         for stage in model.stages:
-            alone.forward(Action("F", stage.index, 0), train=False)
+            engine.forward(Action("F", stage.index, 0), train=False)
     return meter.take().flops
 
 

@@ -88,10 +88,9 @@ def _named(mode: TypeMode, name: str, function: Callable) -> Callable:
 
     def named(*arguments, **options):
         mode.modules.append(name)
-        try:
-            return function(*arguments, **options)
-        finally:
-            mode.modules.pop()
+        result = function(*arguments, **options)
+        mode.modules.pop()  # an error keeps the name, and ends the run
+        return result
 
     return named
 
@@ -166,7 +165,8 @@ def check_types(
         What is wrong, in the order of the computation; empty if nothing is found.
 
     Raises:
-        UserError: The layout is invalid.
+        UserError: The layout is invalid, or a stage returns activations that the next one does not
+            accept.
 
     Example:
         check_types("llama-7b", "tp8pp16cp4dp64")  # []
@@ -236,7 +236,7 @@ def _walk(mode: TypeMode, model: Model, stage: Stage) -> None:
     for tensor in tensors_in(list(vars(batch).values())):
         mode.set_type(tensor, tp=R, cp=V)
     forward = Action("F", stage.index, 0)
-    alone = StageRun(
+    run = StageRun(
         model,
         [batch],
         torch.ones((), device=META),
@@ -246,8 +246,8 @@ def _walk(mode: TypeMode, model: Model, stage: Stage) -> None:
     )
     try:
         with _observed(mode, model), DeviceKernels(), mode:
-            alone.forward(forward, train=True)
-            received, output = alone.graphs[stage.index, 0]
+            run.forward(forward, train=True)
+            received, output = run.graphs[stage.index, 0]
             if stage.last:
                 mode.expect(
                     output, "tp", "its loss differs on the tp ranks: a sum is missing", HEAD
@@ -255,7 +255,7 @@ def _walk(mode: TypeMode, model: Model, stage: Stage) -> None:
             if not output.requires_grad:
                 return
             mode.in_forward = False
-            alone.backward(forward._replace(kind="B"))
+            run.backward(forward._replace(kind="B"))
     except UserError:
         raise
     except Exception as error:
@@ -273,7 +273,8 @@ class TypedTransport(MetaTransport):
         self.mode, self.sequence_parallel = mode, model.ctx.sequence_parallel
 
     def take(self, action: Action) -> torch.Tensor | None:
-        """Return an empty tensor, also as the gradient of the loss."""
+        """Return an empty tensor, or ones as the gradient of the loss. None for the forward of the
+        first stage."""
         tensor = super().take(action)
         if tensor is not None:
             self.mode.set_type(tensor, tp=V if self.sequence_parallel else R, cp=V)
@@ -340,7 +341,7 @@ def _wrong_gradient(mode: TypeMode, entry: NamedParameter, ctx: ParallelContext)
             if kind is not R and not sums_later:
                 return (
                     "each tp rank has only a part of it, and the parameter is replicated: enter a "
-                    "region, or use synced_parameter"
+                    "region, or use self.use(name)"
                 )
         elif any(spec.shard.replicated(ctx.tp_size)) and kind not in (R, C):
             return "several tp ranks hold the same units, and their parts are never summed"

@@ -222,9 +222,9 @@ def printed_times_tp():
     tokens."""
 
     def make(axes_of):
-        return lambda ctx: [ctx.tp, *axes_of(ctx)]
+        return lambda ctx, axis: [ctx.tp, *axes_of(ctx, axis)]
 
-    return replaced(auxiliary, "_all_axes", make)
+    return replaced(auxiliary, "_axes_of_means", make)
 
 
 @bug(
@@ -243,12 +243,12 @@ def expert_adapter_summed_twice():
     experts' output, and again together with it."""
 
     def make(forward):
-        def summed(self, x, weight, counts, queue=None):
-            y = forward(self, x, weight, counts, queue)
+        def summed(self, x, weight, counts, **how):
+            y = forward(self, x, weight, counts, **how)
             (adapter,) = self.values()
             if not adapter.dropout.parallel:
                 return y
-            plain = grouped_linear(x, weight, counts, queue)
+            plain = grouped_linear(x, weight, counts, **how)
             return plain + reduce_from_tensor_parallel(y - plain, adapter.ctx)
 
         return summed

@@ -49,7 +49,7 @@ def sum_of_a_copy():
             if self.ctx.tp_size == 1:
                 return forward(self, x)
             x = enter_tensor_parallel(x, self.ctx).transpose(0, 1)
-            return self.product(x, self.weight, self.bias, queue=self.weight_queue).transpose(0, 1)
+            return self.multiply(x, self.use("bias")).transpose(0, 1)
 
         return sequence_first
 
@@ -220,7 +220,7 @@ def one_input_gradient_not_summed():
     """The sum over tp of the gradient of one module's input is missing."""
 
     def not_entering(layer, x):
-        return layer.product(x, layer.weight, layer.bias, queue=layer.weight_queue)
+        return layer.multiply(x, layer.use("bias"))
 
     def make(init):
         def initialised(self, *arguments, **options):

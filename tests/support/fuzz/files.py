@@ -143,6 +143,8 @@ def unpacked(packed: bytes, suffix: str) -> tuple[bytes, bool]:
 def by_hand(data: bytes) -> tuple[list[bytes], list[int]]:
     """Return the texts of the lines of JSONL, and the numbers of those without one."""
     texts, bad = [], []
+    if data.strip() == b"[]":  # an array of no objects
+        return texts, bad
     for number, line in enumerate(data.split(b"\n"), 1):
         if not line.strip():
             continue

@@ -1,5 +1,8 @@
 """A layer of a user's that adds to the loss, against the same sum by autograd in one process."""
 
+from contextlib import nullcontext
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -36,7 +39,7 @@ class Gate(Layer):
         self.seen = None  # a list that keeps the losses, for the oracle
 
     def forward(self, x, batch):
-        share = torch.sigmoid((x * self.synced_parameter("weight")).sum(-1, keepdim=True))
+        share = torch.sigmoid((x * self.use("weight")).sum(-1, keepdim=True))
         own = share.float()[..., 0].masked_fill(~batch.is_token(self.ctx), 0.0)
         squares, shares = 3 * own.square().sum(), 5 * own.sum() / (batch.length or 1)
         if self.seen is not None:
@@ -154,6 +157,17 @@ def test_the_loss_of_a_call_goes_backward_with_them():
             for name, pieces in gradients_of(by_batch).items()
         }
         assert worst_gradient([gradients_of(by_call)], doubled)[0] < 1e-5
+
+
+def test_logits_without_labels_go_backward_without_them():
+    """A loss of the user's own: its gradient is that of the same layers without losses."""
+    (ids, _), found = make_batch(0), []
+    for name in ("attach_loss", None):
+        with mock.patch(f"{__name__}.{name}", lambda x, *_, **__: x) if name else nullcontext():
+            model = built().eval()
+            model(ids).logits.square().mean().backward()
+            found.append(gradients_of(model))
+    assert worst_gradient([found[0]], found[1])[0] == 0
 
 
 def test_a_loss_scale_scales_them():

@@ -6,7 +6,8 @@ import torch.nn.functional as F
 
 from megazoo.errors import UserError
 from megazoo.layers import MixtureOfExperts, Router, RowParallelExperts
-from megazoo.layers.grouped import grouped_linear, grouped_linear_formula
+from megazoo.layers.grouped import grouped_linear
+from megazoo.layers.product import grouped_linear_formula
 from megazoo.parallel import ParallelContext
 from megazoo.parallel.deferred import WeightQueue
 
@@ -24,7 +25,7 @@ def test_a_queue_adds_the_gradient_of_the_weight_later(dtype, counts, outputs):
     queue = WeightQueue(received.append)
     for count in range(1, 3):  # micro-batches
         x.grad = None
-        grouped_linear(x, weight, counts, queue).square().sum().backward()
+        grouped_linear(x, weight, counts, queue=queue).square().sum().backward()
         assert len(received) == count - 1
         queue.take()()
         torch.testing.assert_close(x.grad, expected[0])

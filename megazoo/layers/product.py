@@ -1,0 +1,130 @@
+"""The products of a weight with what a layer gets, and with the gradients: see `Product`."""
+
+import torch
+import torch.nn.functional as F
+
+from megazoo.layers.aligned import aligned, aligned_product
+from megazoo.parallel.cpu.products import linear_for, product_dtype
+from megazoo.parallel.deferred import add_product
+
+KERNEL_BYTES = 16  # the kernel for groups needs rows whose bytes are a multiple of this
+
+
+class Product:
+    """The three matrix products of a weight W: y = x W^T + b, and in backward g W and g^T x.
+
+    Every linear layer, stack of experts, adapter and head multiplies with one. A subclass computes
+    them in another arithmetic: assign an instance to `layer.product`.
+
+    counts: None for a weight [outputs, inputs]. Otherwise the weight is a stack of matrices,
+    [groups, outputs, inputs], and counts has the number of rows of each, int64 [groups]; there may
+    be none. All tp ranks call the methods in the same order, so that they may communicate.
+    """
+
+    def output(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        counts: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return x W^T + b: [..., inputs] -> [..., outputs]; for a stack [rows, inputs] -> [rows,
+        outputs], without a bias."""
+        if counts is not None:
+            return _grouped(x, weight, counts)
+        return linear_for(x, weight)(x, weight, bias)
+
+    def gradient(self, grad: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of the output, [rows, outputs], in the form that both of the
+        following methods get."""
+        return grad
+
+    def input_gradient(
+        self,
+        grad: torch.Tensor,
+        weight: torch.Tensor,
+        counts: torch.Tensor | None = None,
+        total: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the gradient of the input, grad W: [rows, outputs] -> [rows, inputs].
+
+        total: that of other weights with the same input, to which this one is added in place.
+        """
+        if counts is not None:
+            return _grouped(grad, weight.mT, counts)
+        return grad @ weight if total is None else total.addmm_(grad, weight)
+
+    def weight_gradient(
+        self, grad: torch.Tensor, x: torch.Tensor, counts: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the gradient of the weight, grad^T x, with the shape of the weight. grad: [rows,
+        outputs]. x: [rows, inputs]."""
+        if counts is not None:
+            return _grouped_sums(grad, x, counts)
+        return torch.mm(grad.t(), x)
+
+    def add_weight_gradient(
+        self,
+        total: torch.Tensor | None,
+        grad: torch.Tensor,
+        x: torch.Tensor,
+        counts: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return total + weight_gradient(grad, x), in fp32, in total's memory if there is one."""
+        found = self.weight_gradient(grad, x, counts)
+        return found.float() if total is None else total.add_(found)
+
+
+class PlainProduct(Product):
+    """The products in the dtype of the factors."""
+
+    def add_weight_gradient(self, total, grad, x, counts=None):
+        if counts is not None:
+            return super().add_weight_gradient(total, grad, x, counts)
+        return add_product(total, grad.t(), x)  # CUDA adds in the kernel that multiplies
+
+
+class AlignedProduct(PlainProduct):
+    """The products of a weight whose number of outputs is slow on a GPU: see aligned.py."""
+
+    def output(self, x, weight, bias=None, counts=None):
+        return aligned_product(x, weight)
+
+    def gradient(self, grad):
+        return aligned(grad)
+
+
+PLAIN, ALIGNED = PlainProduct(), AlignedProduct()
+
+
+def grouped_linear_formula(
+    x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor
+) -> torch.Tensor:
+    """Multiply each group of rows with another matrix: see `megazoo.layers.grouped`."""
+    groups = zip(x.split(counts.tolist()), weight.unbind(), strict=True)
+    return torch.cat([F.linear(rows, matrix) for rows, matrix in groups])
+
+
+def _grouped(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    if x.is_meta:  # the counts have no values; one matrix costs as much as several
+        return F.linear(x, weight[0])
+    if not _kernel_accepts(x, *weight.shape[1:]):
+        return grouped_linear_formula(x, weight, counts)
+    dtype = product_dtype(x)  # CPUs may multiply bfloat16 faster as fp32
+    ends = counts.cumsum(0).int()
+    return F.grouped_mm(x.to(dtype), weight.to(dtype).mT, offs=ends).to(x.dtype)
+
+
+def _grouped_sums(grad: torch.Tensor, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    if x.is_meta:
+        return (grad.t() @ x).expand(len(counts), -1, -1).contiguous()
+    if not _kernel_accepts(x, grad.shape[1], x.shape[1]):
+        groups = zip(grad.split(counts.tolist()), x.split(counts.tolist()), strict=True)
+        return torch.stack([rows.t() @ inputs for rows, inputs in groups])
+    dtype, ends = product_dtype(x), counts.cumsum(0).int()
+    return F.grouped_mm(grad.to(dtype).t(), x.to(dtype), offs=ends)
+
+
+def _kernel_accepts(x: torch.Tensor, *sizes: int) -> bool:
+    aligned = all(size * x.element_size() % KERNEL_BYTES == 0 for size in sizes)
+    return aligned and len(x) > 0
