@@ -8,7 +8,7 @@ from megazoo.lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from megazoo import checkpoint, data, evaluation, layers, lora, models, optim, testing
-    from megazoo.cli.callbacks import on_evaluation, on_save, on_step
+    from megazoo.callbacks import on_evaluation, on_save, on_step
     from megazoo.compat.oslo import initialize
     from megazoo.models import from_config, from_parallelized, from_pretrained, register
     from megazoo.parallel import ParallelContext
@@ -27,9 +27,9 @@ __getattr__, __dir__ = lazy_attributes(
         "layers": "megazoo.layers",
         "lora": "megazoo.lora",
         "models": "megazoo.models",
-        "on_evaluation": "megazoo.cli.callbacks",
-        "on_save": "megazoo.cli.callbacks",
-        "on_step": "megazoo.cli.callbacks",
+        "on_evaluation": "megazoo.callbacks",
+        "on_save": "megazoo.callbacks",
+        "on_step": "megazoo.callbacks",
         "optim": "megazoo.optim",
         "register": "megazoo.models",
         "testing": "megazoo.testing",

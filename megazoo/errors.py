@@ -50,6 +50,13 @@ def any_of(choices: Iterable[Any]) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
+def some_of(names: Iterable[str], shown: int = 5) -> str:
+    """Return a text with the first few of the names."""
+    known = sorted(names)
+    first = ", ".join(known[:shown])
+    return first if len(known) <= shown else f"{first} and {len(known) - shown} more"
+
+
 def check_number(
     name: str, value: Any, least: float, below: float = math.inf, *, whole: bool = False
 ) -> None:

@@ -7,8 +7,8 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict
 from typing import Any
 
+from megazoo import callbacks
 from megazoo.checkpoint import Saver
-from megazoo.cli import callbacks
 from megazoo.cli.launch.elastic import StopSignal, naming_absent_ranks
 from megazoo.cli.metrics import (
     Metrics,

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from megazoo.constants import IGNORE_INDEX
 from megazoo.data.order import Blend
 from megazoo.data.samples import LabelledRow, Sample
 from megazoo.errors import UserError
-from megazoo.layers.cross_entropy import IGNORE_INDEX
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.sequence import SequenceCut, padded_length
 

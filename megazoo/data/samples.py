@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megazoo.constants import IGNORE_INDEX
 from megazoo.data.indexed import IndexedTokens, Stream
 from megazoo.data.labels import Labels, kept_tokens
 from megazoo.errors import UserError
 from megazoo.files import brief
-from megazoo.layers.cross_entropy import IGNORE_INDEX
 from megazoo.parallel.random import derive_seed
 from megazoo.tokenizer import Tokenizer
 

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
+from megazoo.constants import IGNORE_INDEX
 from megazoo.engine.microbatch import MicroBatch
 from megazoo.errors import UserError, check_number
-from megazoo.layers.cross_entropy import IGNORE_INDEX
 from megazoo.parallel.collectives import broadcast_from_stage
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.random import derive_seed

@@ -21,7 +21,10 @@ from megazoo.parallel.stages import Stage
 
 
 class BatchCalls:
-    """The part of `Model` that runs batches, in any parallel layout."""
+    """The part of `Model` that runs batches, in any parallel layout.
+
+    The tensors of a batch are described at `Batch`, in engine/batch.py.
+    """
 
     family: str
     config: Any
@@ -65,15 +68,8 @@ class BatchCalls:
         """Run one batch. Call it with the same inputs on every rank of a replica.
 
         Args:
-            input_ids: int64 [batch, sequence]; needed on the first stage.
-            labels: int64 [batch, sequence], aligned with input_ids; the shift by one token is done
-                inside, within each document. Needed on the last stage (or targets). -100 has no
-                loss. Labels on padding count: set them to -100. Of a classifier: int64 [batch], or
-                floats [batch] or [batch, labels] for regression and several labels per row.
-            attention_mask: [batch, sequence], 1 for tokens, 0 for padding on either side.
-            position_ids: int64 [batch, sequence]; default: 0, 1, 2, ... ALiBi models ignore them.
-            document_ids: int64 [batch, sequence]: tokens attend only to tokens with the same
-                number, for packed documents.
+            input_ids, attention_mask, position_ids, labels, document_ids: the batch, int64 [batch,
+                sequence] each; see `Batch`.
             return_logits: whether to return logits also when there are labels.
             unsupported: other arguments of transformers, such as use_cache, with values that change
                 nothing.
@@ -133,18 +129,9 @@ class BatchCalls:
         Stages between the first and the last need no inputs.
 
         Args:
-            input_ids: int64 [batch, sequence]; needed on the first stage.
-            labels: int64 [batch, sequence], aligned with input_ids; the shift by one token is done
-                inside, within each document. Needed on the last stage (or targets). -100 has no
-                loss. Labels on padding count: set them to -100. For a classifier: int64 [batch], or
-                floats [batch] or [batch, labels] for regression and several labels per row.
-            targets: int64 [batch, sequence], instead of labels: already shifted.
-            attention_mask: [batch, sequence], 1 for tokens, 0 for padding on either side.
-            position_ids: int64 [batch, sequence]; default: 0, 1, 2, ... ALiBi models ignore them.
-            document_ids: int64 [batch, sequence]: tokens attend only to tokens with the same
-                number, for packed documents.
-            sequence_length: set it if input_ids and targets are only this context-parallel rank's
-                part of the sequence: the number of tokens of the full sequence. See `Batch`.
+            input_ids, labels, targets, attention_mask, position_ids, document_ids,
+                sequence_length: the batch of this replica, int64 [batch, sequence] each; see
+                `Batch`.
             num_microbatches: number of micro-batches; it must divide the batch.
             schedule: name of the pipeline schedule, one of
                 `megazoo.parallel.schedule.SCHEDULES`; default: that of the context. It
@@ -195,11 +182,7 @@ class BatchCalls:
         all stages busy.
 
         Args:
-            input_ids: int64 [batch, sequence]; needed on the first stage.
-            labels: int64 [batch, sequence], aligned with input_ids; the shift by one token is done
-                inside, within each document. Needed on the last stage (or targets). -100 has no
-                loss. Labels on padding count: set them to -100. Of a classifier: int64 [batch], or
-                floats [batch] or [batch, labels] for regression and several labels per row.
+            input_ids, labels: int64 [batch, sequence] each; see `Batch`.
             num_microbatches: number of micro-batches; it must divide the batch.
             **inputs: targets, attention_mask, position_ids, document_ids and sequence_length, as in
                 `train_batch`.
@@ -231,7 +214,7 @@ class BatchCalls:
             model.sync_gradients()
             optimizer.step()
         """
-        self.engine.sync_gradients()
+        self.engine.gradients.complete_custom()
 
     @on_all_ranks
     @torch.no_grad()
@@ -253,18 +236,9 @@ class BatchCalls:
         Afterwards each module is in its previous mode.
 
         Args:
-            input_ids: int64 [batch, sequence]; needed on the first stage.
-            labels: int64 [batch, sequence], aligned with input_ids; the shift by one token is done
-                inside, within each document. Needed on the last stage (or targets). -100 has no
-                loss. Labels on padding count: set them to -100. Of a classifier: int64 [batch], or
-                floats [batch] or [batch, labels] for regression and several labels per row.
-            targets: int64 [batch, sequence], instead of labels: already shifted.
-            attention_mask: [batch, sequence], 1 for tokens, 0 for padding on either side.
-            position_ids: int64 [batch, sequence]; default: 0, 1, 2, ... ALiBi models ignore them.
-            document_ids: int64 [batch, sequence]: tokens attend only to tokens with the same
-                number, for packed documents.
-            sequence_length: set it if input_ids and targets are only this context-parallel rank's
-                part of the sequence: the number of tokens of the full sequence. See `Batch`.
+            input_ids, labels, targets, attention_mask, position_ids, document_ids,
+                sequence_length: the batch of this replica, int64 [batch, sequence] each; see
+                `Batch`.
             num_microbatches: number of micro-batches; it must divide the batch.
             return_count: whether to return also the number of labelled tokens, the weight of this
                 batch in a mean over several.

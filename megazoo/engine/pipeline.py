@@ -121,7 +121,7 @@ def _has_labels(batch: MicroBatch) -> bool:
 
 
 class _WithValue(torch.autograd.Function):
-    """Return a sum over the ranks, with the gradient of this rank's part of it."""
+    """Return a sum over the ranks, whose gradient is passed to this rank's part."""
 
     @staticmethod
     def forward(ctx, part: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -142,10 +142,11 @@ def _result(run: StageRun, labelled: torch.Tensor, group: dist.ProcessGroup | No
         all_reduce(loss, group)
     sums = torch.stack([loss, labelled])
     loss, labelled = broadcast_from_stage(sums, ctx.placement.last_rank, ctx)
-    first, *others = run.collected or [None]
-    collected = (
-        torch.cat(run.collected) if others else first if first is None else first.contiguous()
-    )
+    collected = None
+    if len(run.collected) == 1:  # without a copy, if it is contiguous as the result of cat is
+        collected = run.collected[0].contiguous()
+    elif run.collected:
+        collected = torch.cat(run.collected)
     return Result(loss.float(), labelled, collected)
 
 

@@ -5,27 +5,25 @@ import re
 import weakref
 from collections import ChainMap
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megazoo.engine.auxiliary import declared_losses
 from megazoo.engine.batch import Batch
+from megazoo.engine.gradients import GradientSums
 from megazoo.engine.microbatch import MicroBatch, Output
 from megazoo.engine.pipeline import Result, run_pipeline
 from megazoo.engine.stepwise import run_stepwise
 from megazoo.errors import UserError, advise
 from megazoo.layers.dropout import Dropout, without_dropout
 from megazoo.layers.linear import refuse_rounded
-from megazoo.parallel.buckets import UNSUMMED, GradientBuckets
-from megazoo.parallel.collectives import all_gather_objects, all_reduce, all_reduce_over
+from megazoo.parallel.buckets import GradientBuckets
+from megazoo.parallel.collectives import all_gather_objects
 from megazoo.parallel.context import ParallelContext
-from megazoo.parallel.deferred import AT_ONCE, WeightQueue
+from megazoo.parallel.deferred import WeightQueue
 from megazoo.parallel.failure import propagate_errors
-from megazoo.parallel.module import NamedParameter, ShardedModule, sum_over_copies
-from megazoo.parallel.p2p import sum_between_stages
 from megazoo.parallel.schedule import placement_named_by, schedule_named, splits_backward
 
 
@@ -37,6 +35,7 @@ class TrainingEngine:
         before: the engine of the model that this one is a copy of, or None.
 
     Attributes:
+        gradients: completes the gradients.
         calls: number of batches in training mode, from which dropout masks are drawn.
         loss_scale: the LossScale of float16, set by the optimizer.
         first_trained_stage: index of the first pipeline stage with trained parameters. Earlier
@@ -54,10 +53,9 @@ class TrainingEngine:
         self.first_trained_stage = 0
         self.auxiliary_losses: dict[str, torch.Tensor] = {}
         self.auxiliary_names: dict[str, int] | None = None
-        self._buckets: GradientBuckets | None = None
+        self.gradients = GradientSums(self._reference)
         self._frozen_ties: set[str] | None = None  # frozen tied parameters, once agreed on
         self._advised = False  # about training in evaluation mode
-        self._compared = False  # the first gradients of plain parameters, over tp
 
     def __reduce__(self):
         return _copied, (self.calls, self.loss_scale)
@@ -89,20 +87,16 @@ class TrainingEngine:
         self._require_labels(micro_batches)
         queue = WeightQueue(buckets.received) if splits else None
         scale = self.loss_scale.value if self.loss_scale else 1.0
-        buckets.start(num_microbatches, queue.weights if queue else ())
-        try:
-            with self.deferred_sums(queue):
-                result = run_pipeline(
-                    self.model,
-                    micro_batches,
-                    schedule_named(schedule),
-                    loss_fn=loss_fn,
-                    loss_scale=scale,
-                    weight_queue=queue,
-                )
-            self._finish_gradients(buckets, scale)
-        finally:
-            buckets.stop()
+        with self.gradients.of_batch(num_microbatches, queue):
+            result = run_pipeline(
+                self.model,
+                micro_batches,
+                schedule_named(schedule),
+                loss_fn=loss_fn,
+                loss_scale=scale,
+                weight_queue=queue,
+            )
+            self.gradients.complete(scale)
         return result.loss
 
     def microbatches(self, given: dict[str, Any], num_microbatches: int) -> Iterator[Output]:
@@ -110,25 +104,22 @@ class TrainingEngine:
         with propagate_errors(self.ctx) as call:
             if call:
                 call.agree("microbatches", self.model, {**given, "micro-batches": num_microbatches})
-            buckets = self.buckets_to_train()
+            self.buckets_to_train()
             batch = Batch(**given)
             micro_batches = self.micro_batches(batch, num_microbatches)
             self._require_labels(micro_batches)
-        buckets.start(num_microbatches)
         try:
             scale = self.loss_scale.value if self.loss_scale else 1.0
-            with self.deferred_sums(None):
+            with self.gradients.of_batch(num_microbatches):
                 yield from run_stepwise(self.model, micro_batches, scale)
-            with propagate_errors(self.ctx):
-                self._finish_gradients(buckets, scale)
+                with propagate_errors(self.ctx):
+                    self.gradients.complete(scale)
         except GeneratorExit:
             with suppress(UserError), propagate_errors(self.ctx):  # others may still be in the loop
                 raise UserError(
                     "it left its loop over model.microbatches() before the end"
                 ) from None
             raise
-        finally:
-            buckets.stop()
 
     def eval_batch(self, batch: Batch, num_microbatches: int) -> Result:
         """Run the forward of the batch of a replica without dropout; see `Model.eval_batch`."""
@@ -136,22 +127,6 @@ class TrainingEngine:
             micro_batches = self.micro_batches(batch, num_microbatches)
             self._require_labels(micro_batches)
             return run_pipeline(self.model, micro_batches)
-
-    def sync_gradients(self) -> None:
-        """Complete the gradients after a custom backward; see `Model.sync_gradients`."""
-        made, buckets = self._buckets is None, self.fit_buckets()
-        if made and any(parameter.grad is not None for parameter in buckets.place):
-            buckets.fault = UNSUMMED  # from a backward before the hooks existed
-        if buckets.fault != UNSUMMED:
-            buckets.check()
-        pending = torch.tensor(float(buckets.fault == UNSUMMED), device=self.ctx.device)
-        all_reduce_over(pending, [self.ctx.pp, self.ctx.token_axis], op=dist.ReduceOp.MAX)
-        if pending:
-            buckets.fill_missing()
-            entries = self.model.trained_entries()
-            self._sum_parts([entry for entry in entries if entry.spec.plain])
-            self._sum_tied(entries)
-            buckets.average()
 
     def micro_batches(
         self, batch: Batch, count: int, step: int | None = None, own_loss: bool = False
@@ -248,38 +223,12 @@ class TrainingEngine:
             if len(entry.pp_ranks) > 1 and not entry.parameter.requires_grad
         }
 
-    @property
-    def buckets(self) -> GradientBuckets:
-        """The gradient buckets for the trained parameters; see `fit_buckets`."""
-        return self._buckets or self.fit_buckets()
-
-    def fit_buckets(self) -> GradientBuckets:
-        """Return the gradient buckets, rebuilt if parameters were frozen or unfrozen since they
-        were built."""
-        entries = self.model.trained_entries()
-        if self._buckets is None or not self._buckets.are_of(entry.parameter for entry in entries):
-            late = {
-                entry.parameter
-                for entry in entries
-                if len(entry.pp_ranks) > 1
-                or entry.name in self.model.used_again
-                or entry.spec.has_partial_gradient(self.ctx)
-            }
-            unsummed = {e.parameter for e in entries if e.spec.plain and e.parameter in late}
-            parameters = [entry.parameter for entry in entries]
-            axes = {entry.parameter: entry.spec.replicas(self.ctx) for entry in entries}
-            buckets = GradientBuckets(parameters, self.ctx, late=late, unsummed=unsummed, axes=axes)
-            if self._buckets:
-                self._buckets.give_way_to(buckets)
-            self._buckets = buckets
-        return self._buckets
-
     def parameters_changed(self) -> None:
         """Note that the model's parameters, or the set of trained ones, have changed. Every rank
         calls it."""
         self._frozen_ties = None
         if self.ctx.mesh is not None and self.ctx.token_axis.size > 1:
-            self.fit_buckets()  # they detect a backward whose gradients are not summed
+            self.gradients.fit()  # they detect a backward whose gradients are not summed
 
     def buckets_to_train(self) -> GradientBuckets:
         """Return the gradient buckets, after all ranks agree on the frozen parameters."""
@@ -297,96 +246,12 @@ class TrainingEngine:
                 "create a new megazoo.optim.AdamW, or call model.engine.agree_on_frozen() on every "
                 "rank"
             )
-        return self.fit_buckets()
+        return self.gradients.fit()
 
     def forget_gradients(self) -> None:
         """Note that all gradients were freed or zeroed."""
-        if self._buckets:
-            self._buckets.forget()
-
-    @contextmanager
-    def deferred_sums(self, queue: WeightQueue | None) -> Iterator[None]:
-        """Within this block, gradients of copies over tp stay partial: they are summed once for all
-        micro-batches.
-
-        queue: delays the gradients of weights that multiply tokens, or None.
-        """
-        modules = [module for module in self.model.modules() if isinstance(module, ShardedModule)]
-        for module in modules:
-            module.sums_later, module.weight_queue = True, queue or AT_ONCE
-        try:
-            yield
-        finally:
-            for module in modules:
-                module.sums_later, module.weight_queue = False, None
-
-    def _finish_gradients(self, buckets: GradientBuckets, loss_scale: float) -> None:
-        """Complete the gradients after the last backward.
-
-        First, partial gradients are summed over the tp ranks. Then the gradients of tied parameters
-        are summed between their stages. Last, gradients that were not reduced during backward are
-        summed over the replicas.
-        """
-        entries = self.model.trained_entries()
-        buckets.fill_missing()
-        self._sum_parts(entries)
-        self._sum_tied(entries)
-        buckets.wait_for_sums(loss_scale)
-
-    def _sum_parts(self, entries: list[NamedParameter]) -> None:
-        """Sum the gradients that are partial on each tp rank."""
-        partial = [
-            (entry.gradient, entry.spec)
-            for entry in entries
-            if entry.spec.has_partial_gradient(self.ctx)
-        ]
-        if not self._compared and self.ctx.tp_size > 1:
-            self._compared = self._compare_plain(entries)
-        sum_over_copies(partial, self.ctx)
-
-    def _compare_plain(self, entries: list[NamedParameter]) -> bool:
-        """Raise UserError for a plain parameter with a wrong gradient; return whether these
-        gradients can show it.
-
-        The gradients must be equal on the tp ranks. Under sequence parallelism each rank has a
-        partial gradient, and equal gradients mean that each rank has computed the full one. If the
-        gradients of other modules are also equal, all tokens of the batch are the same and nothing
-        can be concluded.
-        """
-        plain = [entry for entry in entries if entry.spec.plain]
-        if not plain:
-            return True
-        if not self.ctx.sequence_parallel:
-            for entry in filter(self._differs, plain):
-                raise UserError(
-                    f"the gradients of {entry.name} differ between the tp ranks: it is used "
-                    "inside a tensor-parallel region, where each rank has other features; create "
-                    "it in a ShardedModule, with ParameterSpec(partial=True)"
-                )
-            return True
-        others = (entry for entry in entries if entry.spec.shard is None and not entry.spec.plain)
-        if not any(map(self._differs, others)):
-            return False
-        for entry in plain:
-            if entry.gradient.any() and not self._differs(entry):
-                raise UserError(
-                    f"the gradients of {entry.name} are the same on all tp ranks under sequence "
-                    "parallelism: it is used where each rank has the full sequence, and their sum "
-                    "would be wrong; use it where each rank has its part, or turn "
-                    "sequence_parallel off"
-                )
-        return True
-
-    def _differs(self, entry: NamedParameter) -> bool:
-        """Return whether a parameter's gradients differ between the tp ranks."""
-        extremes = torch.stack([entry.gradient, -entry.gradient])
-        all_reduce(extremes, self.ctx.tp_group, dist.ReduceOp.MAX)
-        return bool(extremes.sum(0).abs().max() > 1e-3 * extremes.abs().max())
-
-    def _sum_tied(self, entries: list[NamedParameter]) -> None:
-        for entry in entries:
-            if len(entry.pp_ranks) > 1:
-                sum_between_stages(entry.gradient, list(entry.pp_ranks), self.ctx)
+        if self.gradients.made:
+            self.gradients.made.forget()
 
 
 def _copied(calls: int, loss_scale) -> TrainingEngine:

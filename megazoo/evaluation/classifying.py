@@ -5,13 +5,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megazoo.constants import IGNORE_INDEX
 from megazoo.engine.batch import Batch
 from megazoo.engine.microbatch import MicroBatch
 from megazoo.engine.pipeline import run_pipeline
 from megazoo.errors import UserError
 from megazoo.evaluation.scoring import of_every_row
 from megazoo.layers.classification import problem_of
-from megazoo.layers.cross_entropy import IGNORE_INDEX
 from megazoo.layers.dropout import without_dropout
 from megazoo.parallel.collectives import all_reduce, broadcast_from_stage
 from megazoo.parallel.failure import on_all_ranks

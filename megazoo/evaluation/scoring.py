@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
+from megazoo.constants import IGNORE_INDEX
 from megazoo.engine.batch import Batch
 from megazoo.engine.calls import using_context
 from megazoo.engine.microbatch import MicroBatch
 from megazoo.engine.pipeline import run_pipeline
 from megazoo.errors import UserError
 from megazoo.generate.decoding import not_finite
-from megazoo.layers.cross_entropy import IGNORE_INDEX
 from megazoo.layers.dropout import without_dropout
 from megazoo.parallel.agreement import sharing_axis
 from megazoo.parallel.axes import Axis

@@ -3,8 +3,8 @@
 import torch
 import torch.nn.functional as F
 
+from megazoo.constants import IGNORE_INDEX
 from megazoo.errors import UserError
-from megazoo.layers.cross_entropy import IGNORE_INDEX
 from megazoo.layers.layer import Layer
 from megazoo.layers.matmul import linear
 from megazoo.parallel.context import ParallelContext

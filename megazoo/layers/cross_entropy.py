@@ -4,6 +4,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from megazoo.constants import IGNORE_INDEX
 from megazoo.layers import fused_cross_entropy
 from megazoo.layers.fused import replaced_by
 from megazoo.layers.loss_terms import PLAIN, LossTerms
@@ -11,8 +12,6 @@ from megazoo.layers.soft_cap import soft_capped
 from megazoo.parallel.collectives import all_reduce
 from megazoo.parallel.context import ParallelContext, current_context
 from megazoo.parallel.regions import reduce_from_tensor_parallel
-
-IGNORE_INDEX = -100  # a target without loss
 
 # Number of logits per piece in linear_cross_entropy: small enough to save memory, and large enough
 # that accumulating the gradient of the weight is cheap compared with the products.

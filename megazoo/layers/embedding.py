@@ -46,6 +46,7 @@ class _VocabParallel(Layer):
         if vocab_size < tp_size:
             raise UserError(f"a vocabulary of {vocab_size} tokens can't be split over tp {tp_size}")
         shard = Shard(0, (vocab_size,))
+        self.hidden_size = hidden_size
         self._tied_to = (tied_to,)  # in a tuple: torch would register it, and its weight, again
         if tied_to is None:
             self.add_parameter("weight", ParameterSpec((vocab_size, hidden_size), shard, std=std))
@@ -198,12 +199,13 @@ class VocabParallelHead(_VocabParallel):
         differentiated: whether there is a backward. It would need the gradient of the logits;
         instead, loss_in_pieces stores the gradient of the weight in fp32.
         """
-        return tokens >= 2 * (self.tokens_at_once + (self.matrix.shape[1] if differentiated else 0))
+        return tokens >= 2 * (self.tokens_at_once + (self.hidden_size if differentiated else 0))
 
     @property
     def tokens_at_once(self) -> int:
         """The number of tokens per piece in loss_in_pieces, the same on every tp rank."""
-        return piece_rows(self.matrix.device, self.sizes[0])
+        (parameter,) = self.owner.parameters()
+        return piece_rows(parameter.device, self.sizes[0])
 
 
 class PositionEmbedding(Layer):

@@ -45,7 +45,7 @@ class _Grouped(torch.autograd.Function):
     def forward(ctx, product, queue, counts, x, weight):
         # the Parameter itself, not a saved tensor: the queue adds to its gradient later
         ctx.product, ctx.queue, ctx.weight = product, queue, weight
-        ctx.save_for_backward(x, counts)
+        ctx.save_for_backward(x if ctx.needs_input_grad[4] else None, counts)
         return product.output(x, weight, counts=counts)
 
     @staticmethod

@@ -55,6 +55,8 @@ class Int8Product(nn.Module, Product):
     """The product of a linear layer whose weight is rounded: see `int8_linear`. The weight is not
     trained. scale: of the rows of the weight."""
 
+    widens = False  # int8_linear chooses the dtype
+
     def __init__(self, scale: torch.Tensor):
         super().__init__()
         self.register_buffer("scale", scale, persistent=False)

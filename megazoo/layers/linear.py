@@ -220,7 +220,7 @@ def round_to_int8(model: nn.Module) -> None:
         model: the model, or any module with parallel linear layers.
 
     Raises:
-        UserError: A layer has adapters: merge them first.
+        UserError: A layer has adapters (merge them first), or another product.
 
     Example:
         round_to_int8(model)
@@ -231,6 +231,8 @@ def round_to_int8(model: nn.Module) -> None:
         for layer in model.modules()
         if isinstance(layer, _ParallelLinear) and not isinstance(layer.product, Int8Product)
     ]
+    if any(layer.product is not PLAIN for layer in layers):
+        raise UserError("layers with another product can't be rounded to 8 bits")
     if any(layer.lora is not None for layer in layers):
         raise UserError(
             "weights with adapters can't be rounded: call megazoo.lora.merge(model) first"

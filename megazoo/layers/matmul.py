@@ -44,7 +44,7 @@ def linear(
 
 
 def product_of_head(x: torch.Tensor, weight: torch.Tensor) -> Product:
-    """Return the product for numbers of outputs such as the size of a vocabulary."""
+    """Return the Product of an output head: ALIGNED if rows of its number of outputs are slow."""
     return ALIGNED if needs_alignment(x, len(weight)) else PLAIN
 
 
@@ -86,31 +86,34 @@ def multiply(
             recompute = enter
         else:
             x = enter(x)
-    if not torch.is_grad_enabled():
-        return _outputs(products, recompute(x) if recompute else x, weights, bias)
-    queues = _queues(queue, x, weights)
+    queues, dtype = _queues(queue, x, weights), _dtype_of(products, x)
     is_plain = all(product is PLAIN for product in products)
-    if recompute is None and not any(queues) and is_plain and product_dtype(x) == x.dtype:
-        return _outputs(products, x, weights, bias)  # autograd saves only x, too
+    by_autograd = not any(queues) and is_plain and dtype == x.dtype  # it saves only x, too
+    if recompute is None and (by_autograd or not torch.is_grad_enabled()):
+        return _outputs(products, x, weights, bias, dtype)
     return _linears(recompute, queues, products, x, bias, *weights)
 
 
+def _dtype_of(products: Sequence[Product], x: torch.Tensor) -> torch.dtype:
+    """Return the dtype in which to multiply x."""
+    return product_dtype(x) if all(product.widens for product in products) else x.dtype
+
+
 def _outputs(
-    products: Sequence[Product], x: torch.Tensor, weights: Weights, bias: torch.Tensor | None
+    products: Sequence[Product],
+    x: torch.Tensor,
+    weights: Weights,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
 ) -> tuple[torch.Tensor, ...]:
-    """Return the output of each product, in the dtype of x."""
-    dtype, own = product_dtype(x), x.dtype
+    """Return the output of each product, in the dtype of x. dtype: of the factors."""
+    own = x.dtype
     if dtype != own:
         x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
-        weights = [_widened(weight, dtype) for weight in weights]
+        weights = [weight.to(dtype) for weight in weights]
     biases = (bias, *[None] * (len(weights) - 1))
     results = (p.output(x, w, b) for p, w, b in zip(products, weights, biases, strict=True))
     return tuple(results) if dtype == own else tuple(y.to(own) for y in results)
-
-
-def _widened(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a weight in another dtype; integers stay, their product widens them."""
-    return weight.to(dtype) if weight.is_floating_point() else weight
 
 
 def _queues(queue: WeightQueue | AtOnce | None, x: torch.Tensor, weights: Weights) -> tuple:
@@ -135,33 +138,41 @@ class _Linears(torch.autograd.Function):
         ctx.first = Moment.now() if recompute else None
         keeps_x = recompute is not None or any(ctx.needs_input_grad[-len(weights) :])
         ctx.save_for_backward(x if keeps_x else None)
-        return _outputs(products, recompute(x) if recompute else x, weights, bias)
+        dtype = _dtype_of(products, x)
+        return _outputs(products, recompute(x) if recompute else x, weights, bias, dtype)
 
     @staticmethod
     def backward(ctx, *grads):
         (x,), x_grad = ctx.saved_tensors, None
-        own, dtype = grads[0].dtype, product_dtype(grads[0])
+        own, dtype = grads[0].dtype, _dtype_of(ctx.products, grads[0])
         if ctx.recompute:
             x = x.detach().requires_grad_()
             inputs = replay(ctx.recompute, ctx.first, x)
         else:
             inputs = x
-        rows = _gradient_rows(ctx.products, [grad.to(dtype) for grad in grads])
+        rows = [grad.flatten(0, -2).to(dtype) for grad in grads]
+        bias_grad, rows = _bias_gradient(ctx, rows), _of_products(ctx.products, rows)
         if ctx.needs_input_grad[3]:
-            weights = [_widened(weight, dtype) for weight in ctx.weights]
+            weights = ctx.weights
+            if dtype != own:
+                weights = [weight.to(dtype) for weight in weights]
             x_grad = _gradient_of_input(ctx.products, rows, weights).to(own)
             x_grad = x_grad.unflatten(0, grads[0].shape[:-1])
             if ctx.recompute:
                 (x_grad,) = torch.autograd.grad(inputs, x, x_grad)
         inputs = None if inputs is None else inputs.to(dtype)
-        return None, None, None, x_grad, *_gradients_of_weights(ctx, rows, inputs)
+        return None, None, None, x_grad, bias_grad, *_gradients_of_weights(ctx, rows, inputs)
 
 
-def _gradient_rows(products: Sequence[Product], grads: Weights) -> list[torch.Tensor]:
-    """Return the gradients of the outputs, [..., outputs], as the products use them: [rows,
-    outputs]."""
-    flat = (grad.flatten(0, -2) for grad in grads)
-    return [product.gradient(grad) for product, grad in zip(products, flat, strict=True)]
+def _bias_gradient(ctx, rows: Weights) -> torch.Tensor | None:
+    """Return the gradient of the bias, or None if it is not trained. ctx: as in
+    `_gradients_of_weights`."""
+    return rows[0].sum(0) if ctx.needs_input_grad[-len(rows) - 1] else None
+
+
+def _of_products(products: Sequence[Product], rows: Weights) -> list[torch.Tensor]:
+    """Return the gradients of the outputs, [rows, outputs], as the products use them."""
+    return [product.gradient(grad) for product, grad in zip(products, rows, strict=True)]
 
 
 def _gradient_of_input(
@@ -177,16 +188,14 @@ def _gradient_of_input(
 
 
 def _gradients_of_weights(ctx, rows: Weights, inputs: torch.Tensor | None) -> tuple:
-    """Return the gradients of a bias and of the weights; for a weight with a queue, the result of
-    the queue.
+    """Return the gradients of the weights; for a weight with a queue, the result of the queue.
 
     ctx: of an autograd function whose last arguments they are. rows: gradients of its results,
     [rows, outputs]. inputs: the input of the products, [..., inputs].
     """
     # a queue multiplies while autograd records
     input_rows = None if inputs is None else inputs.detach().flatten(0, -2)
-    bias_wanted, *wanted = ctx.needs_input_grad[-len(rows) - 1 :]
-    gradients = [rows[0].sum(0) if bias_wanted else None]
+    wanted, gradients = ctx.needs_input_grad[-len(rows) :], []
     for product, weight, queue, grad, is_wanted in zip(
         ctx.products, ctx.weights, ctx.queues, rows, wanted, strict=True
     ):
@@ -228,17 +237,18 @@ class _EnteredLinears(torch.autograd.Function):
         ctx.save_for_backward(x if any(ctx.needs_input_grad[-len(weights) :]) else None)
         if parallel.sequence_parallel:
             x = all_gather_sequence(x, parallel.tp_group)
-        return _outputs(products, x, weights, bias)
+        return _outputs(products, x, weights, bias, x.dtype)
 
     @staticmethod
     def backward(ctx, *grads):
         (x,), summed = ctx.saved_tensors, None
         cut, group = ctx.parallel.sequence_parallel, ctx.parallel.tp_group
-        rows = _gradient_rows(ctx.products, grads)
+        rows = [grad.flatten(0, -2) for grad in grads]
+        bias_grad, rows = _bias_gradient(ctx, rows), _of_products(ctx.products, rows)
         gathered = begin_all_gather_sequence(x, group) if cut and x is not None else None
         if ctx.needs_input_grad[3]:
             x_grad = _gradient_of_input(ctx.products, rows, ctx.weights)
             x_grad = x_grad.unflatten(0, grads[0].shape[:-1])
             summed = (begin_reduce_scatter_sequence if cut else begin_sum)(x_grad, group)
         gradients = _gradients_of_weights(ctx, rows, gathered() if gathered else x)
-        return None, None, None, summed() if summed else None, *gradients
+        return None, None, None, summed() if summed else None, bias_grad, *gradients

@@ -50,13 +50,8 @@ class LayerNorm(Layer):
             self.register_parameter("bias", None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.layer_norm(
-            x,
-            self.specs["weight"].local_shape(self.ctx.place),
-            self.use("weight"),
-            self.use("bias"),
-            self.eps,
-        )
+        weight = self.use("weight")
+        return F.layer_norm(x, weight.shape, weight, self.use("bias"), self.eps)
 
 
 @replaced_by(fused.rms_norm)

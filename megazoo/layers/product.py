@@ -1,4 +1,4 @@
-"""The products of a weight with what a layer gets, and with the gradients: see `Product`."""
+"""The products of a weight with the input of a layer, and with its gradients: see `Product`."""
 
 import torch
 import torch.nn.functional as F
@@ -13,13 +13,19 @@ KERNEL_BYTES = 16  # the kernel for groups needs rows whose bytes are a multiple
 class Product:
     """The three matrix products of a weight W: y = x W^T + b, and in backward g W and g^T x.
 
-    Every linear layer, stack of experts, adapter and head multiplies with one. A subclass computes
-    them in another arithmetic: assign an instance to `layer.product`.
+    All layers multiply with one. The parallel linear layers and the stacked experts take another
+    arithmetic: assign an instance of a subclass to `layer.product`.
 
     counts: None for a weight [outputs, inputs]. Otherwise the weight is a stack of matrices,
     [groups, outputs, inputs], and counts has the number of rows of each, int64 [groups]; there may
-    be none. All tp ranks call the methods in the same order, so that they may communicate.
+    be none. All ranks of tp and of the token axis call the methods of a layer in the same order, so
+    that they may communicate.
+
+    Class attributes:
+        widens: the methods get fp32 factors where CPUs multiply bfloat16 faster as fp32.
     """
+
+    widens = True
 
     def output(
         self,
@@ -35,8 +41,8 @@ class Product:
         return linear_for(x, weight)(x, weight, bias)
 
     def gradient(self, grad: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of the output, [rows, outputs], in the form that both of the
-        following methods get."""
+        """Return the gradient of the output, [rows, outputs], in the form that the following
+        methods get."""
         return grad
 
     def input_gradient(
@@ -78,6 +84,9 @@ class Product:
 class PlainProduct(Product):
     """The products in the dtype of the factors."""
 
+    def __reduce__(self):
+        return "PLAIN"  # a copy is the same object
+
     def add_weight_gradient(self, total, grad, x, counts=None):
         if counts is not None:
             return super().add_weight_gradient(total, grad, x, counts)
@@ -85,9 +94,14 @@ class PlainProduct(Product):
 
 
 class AlignedProduct(PlainProduct):
-    """The products of a weight whose number of outputs is slow on a GPU: see aligned.py."""
+    """The products of a weight whose number of outputs is slow on a GPU, without a bias: see
+    aligned.py."""
+
+    def __reduce__(self):
+        return "ALIGNED"
 
     def output(self, x, weight, bias=None, counts=None):
+        assert bias is counts is None
         return aligned_product(x, weight)
 
     def gradient(self, grad):

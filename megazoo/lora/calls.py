@@ -14,7 +14,7 @@ from megazoo.checkpoint.reader import Checkpoint
 from megazoo.checkpoint.saving import run_together, write_together
 from megazoo.checkpoint.shards import Files, files_of_rank, write_manifest
 from megazoo.checkpoint.verifying import verifying
-from megazoo.errors import UserError, check_number
+from megazoo.errors import UserError, check_number, some_of
 from megazoo.hub import name_alone
 from megazoo.layers.linear import refuse_rounded
 from megazoo.lora.matrices import AdapterSource, adaptable_matrices, adapted
@@ -22,7 +22,6 @@ from megazoo.lora.peft import write_adapters
 from megazoo.lora.settings import LORA, LoRASettings, linear_layers, targets_of
 from megazoo.lora.source import SavedAdapters, open_adapter
 from megazoo.models.base import Model
-from megazoo.models.hugging_face.directory import some_of
 from megazoo.models.outputs import CLASSIFIER_HEAD
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.failure import propagate_errors

@@ -7,12 +7,11 @@ import torch
 from megazoo.checkpoint.directories import new_directory
 from megazoo.checkpoint.verifying import verifying
 from megazoo.checkpoint.writing import BytesWritten
-from megazoo.errors import UserError
+from megazoo.errors import UserError, some_of
 from megazoo.hub import name_alone
 from megazoo.lora.peft import write_adapters
 from megazoo.lora.settings import labels_of
 from megazoo.lora.source import SavedAdapters
-from megazoo.models.hugging_face.directory import some_of
 from megazoo.models.outputs import CLASSIFIER_HEAD
 from megazoo.parallel.context import ParallelContext
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from megazoo.constants import IGNORE_INDEX
 from megazoo.engine.batch import check_range, ids_of
 from megazoo.engine.microbatch import MicroBatch
 from megazoo.errors import UserError, check_number
@@ -19,7 +20,6 @@ from megazoo.layers import (
     classification,
     vocab_parallel_cross_entropy,
 )
-from megazoo.layers.cross_entropy import IGNORE_INDEX
 from megazoo.layers.loss_terms import PLAIN, LossTerms
 from megazoo.parallel.collectives import all_reduce
 from megazoo.parallel.context import ParallelContext

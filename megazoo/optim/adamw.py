@@ -96,7 +96,7 @@ class AdamW(ModelOptimizer):
         self.device = torch.device("cpu") if offload else self.ctx.device
         self.entries = model.trained_entries()
         self.sharded = bool(zero) and self.ctx.token_axis.size > 1
-        self.buckets: GradientBuckets = model.engine.fit_buckets()
+        self.buckets: GradientBuckets = model.engine.gradients.fit()
         self.buckets.sharded = self.sharded
         self.ranges = {
             entry.name: self.range_of(entry, entry.spec.replicas(self.ctx).rank)
@@ -229,7 +229,7 @@ class AdamW(ModelOptimizer):
 
     def _check_gradients(self) -> None:
         """Raise UserError unless the gradients are complete, and belong to this optimizer."""
-        self.buckets = self.model.engine.fit_buckets()
+        self.buckets = self.model.engine.gradients.fit()
         if not self.buckets.are_of(entry.parameter for entry in self.entries):
             raise UserError(
                 f"parameters were frozen or unfrozen after {type(self).__name__} was created: "

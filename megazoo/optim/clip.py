@@ -42,7 +42,7 @@ def clip_grad_norm(model: Any, max_norm: float) -> torch.Tensor:
     check_model(model, "clip_grad_norm(model, max_norm)")
     with propagate_errors(model.ctx):
         check_max_norm("max_norm", max_norm)
-        buckets, entries = model.engine.fit_buckets(), model.trained_entries()
+        buckets, entries = model.engine.gradients.fit(), model.trained_entries()
         buckets.check()
         norm = global_norm(entries, buckets)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -4,6 +4,7 @@
 The hook on the optimizers of torch, at the end, calls this check.
 """
 
+import functools
 import weakref
 from collections import deque
 from collections.abc import Container, Iterable, Mapping
@@ -85,8 +86,7 @@ class GradientBuckets:
     in `wait_for_sums`. unsummed: parameters whose gradients are also partial over tp after a custom
     backward. axes: the replicas of parameters with others than the token axis.
 
-    The order of calls, in engine/training.py: `start`, the backwards, `fill_missing`; the sums over
-    tp and between tied stages; `wait_for_sums`; and `stop`, also after an error.
+    `megazoo.engine.gradients.GradientSums` calls the methods.
 
     With `sharded`, each replica gets only its shard of every bucket (ZeRO-1, Rajbhandari et al.
     2020): the elements `range_of(parameter)` of each parameter. It updates these, and `gather`
@@ -143,6 +143,7 @@ class GradientBuckets:
         self.launched = 0  # buckets whose sums have started
         self.works: list = []
         _alive.add(self)
+        _check_steps()
 
     def _lay_out(self, bucket: list[nn.Parameter], axis: Axis) -> None:
         """Add a bucket of these parameters, of one axis, and give each its place in it."""
@@ -393,4 +394,7 @@ def _before_step(optimizer: torch.optim.Optimizer, *_) -> None:
             )
 
 
-register_optimizer_step_pre_hook(_before_step)
+@functools.cache
+def _check_steps() -> None:
+    """Check the gradients before each step of a torch optimizer, from the first buckets on."""
+    register_optimizer_step_pre_hook(_before_step)

@@ -23,8 +23,8 @@ class WeightQueue:
         self._waiting: list[tuple[torch.nn.Parameter, Add]] = []
 
     def serves(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
-        """Return whether a layer that multiplies x by `weight` should use the queue: if the weight
-        is the parameter itself."""
+        """Return whether a layer that multiplies x by `weight` should use the queue. Not for a
+        tensor that is computed from a parameter: autograd passes its gradient on."""
         return weight.is_leaf
 
     def put(self, weight: torch.nn.Parameter, add: Add) -> None:

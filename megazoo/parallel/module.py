@@ -40,13 +40,12 @@ def without_memory() -> Iterator[None]:
 
 
 class Storage(Protocol):
-    """Where the values of parameters rest, for example as ranges over the replicas."""
+    """Keeps the values of parameters in another form, for example as ranges over the replicas."""
 
     def use(self, module: "ShardedModule", name: str) -> torch.Tensor | None:
         """Return this rank's shard of a parameter for one use in forward, or None for a missing
-        bias. Backward through it gives the gradient of what rests. Every rank that has the module
+        bias. Backward through it gives the gradient of what is kept. Every rank that has the module
         calls it in the same order."""
-        ...
 
 
 class ShardedModule(nn.Module):
@@ -64,7 +63,7 @@ class ShardedModule(nn.Module):
         weight_queue: adds the gradients of weights that multiply tokens in train_batch.
         multiplied: names of the parameters that are matrices which multiply every token.
             `flops_per_token` counts them, and Muon trains them.
-        storage: where the values of the parameters rest; None: in the parameters.
+        storage: what keeps the values of the parameters; None: the parameters.
         shown: names of attributes that print(module) shows after the parameters.
     """
 
@@ -88,7 +87,9 @@ class ShardedModule(nn.Module):
         gives a partial gradient, as for replicated KV heads and for norms under sequence
         parallelism, the parts are summed, here or at the end of train_batch.
         """
-        parameter = self.storage.use(self, name) if self.storage else getattr(self, name)
+        parameter = (
+            self.storage.use(self, name) if self.storage is not None else getattr(self, name)
+        )
         if name not in self._partial or self.sums_later:
             return parameter
         return _summed_over_copies(parameter, self.specs[name], self.ctx)
@@ -111,7 +112,7 @@ class ShardedModule(nn.Module):
         shape = spec.local_shape(self.ctx.place)
         parameter = nn.Parameter(torch.empty(shape, device=device), not spec.is_state)
         self.register_parameter(name, parameter)
-        if spec.has_partial_gradient(self.ctx):
+        if spec.has_partial_gradient(self.ctx) and not spec.is_state:
             self._partial.add(name)
         if not parameter.is_meta:
             initialize(parameter, spec, self.ctx, derive_seed(int(torch.randint(1 << 62, ()))))

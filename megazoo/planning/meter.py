@@ -191,7 +191,7 @@ def costs_of(
     """
     _set_gradients(model, stage, exist=not has_one_microbatch(table))
     batch = _micro_batch(run, model.ctx)
-    engine = StageRun(
+    stage_run = StageRun(
         model,
         [batch],
         torch.ones((), device=META),
@@ -204,13 +204,13 @@ def costs_of(
     backward = forward._replace(kind="I" if queue else "B")
     meter, costs = Meter(model.ctx, batch.cut.length if batch.cut else None), {}
     with DeviceKernels(), meter:
-        engine.forward(forward, train=True)
+        stage_run.forward(forward, train=True)
         costs["F"] = meter.take()
-        engine.backward(backward)
+        stage_run.backward(backward)
         costs[backward.kind] = meter.take()
     if queue:
         with meter:
-            engine.weights.pop((stage.index, 0))()
+            stage_run.weights.pop((stage.index, 0))()
         costs["W"] = meter.take()
     return costs
 
@@ -242,10 +242,10 @@ def forward_flops(model: Model, rows: int, sequence: int) -> float:
     ids = torch.empty(rows, sequence, dtype=torch.int64, device=META)
     batch = MicroBatch((rows, sequence), ids, ids, length=sequence, longest=sequence)
     meter = Meter(model.ctx)
-    engine = StageRun(model, [batch], torch.ones((), device=META), MetaTransport(model, batch))
+    stage_run = StageRun(model, [batch], torch.ones((), device=META), MetaTransport(model, batch))
     with DeviceKernels(), meter:
         for stage in model.stages:
-            engine.forward(Action("F", stage.index, 0), train=False)
+            stage_run.forward(Action("F", stage.index, 0), train=False)
     return meter.take().flops
 
 

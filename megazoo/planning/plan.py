@@ -230,9 +230,9 @@ class Planner(Builder):
             alone = place_in(layout, ctx.pp_rank, ctx.tp_rank)
             metered = self.build(alone, run.train_only, getattr(torch, run.dtype))
             metered.recompute(run.recompute, run.recompute_interval)
-            buckets = metered.engine.buckets  # they define the precision of gradients
+            buckets = metered.engine.gradients.buckets  # they define the precision of gradients
             queue = WeightQueue(buckets.received) if split else None
-            with metered.engine.deferred_sums(queue):
+            with metered.engine.gradients.deferred(queue):
                 for key, number in new.items():
                     how = metered, metered.stages[number], run, queue, table
                     if self.quick:

@@ -61,7 +61,7 @@ def measure_static(model: Model, run: PlannedRun) -> Static:
         if MOMENTS[0] in state
         for name in (*MOMENTS, MOMENTS[0])
     )
-    buckets = model.engine.buckets
+    buckets = model.engine.gradients.buckets
     before = _sent(ctx.tp_group)
     before_dp = _sent_to_replicas(ctx)
     buckets.fill_missing()

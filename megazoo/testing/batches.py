@@ -2,7 +2,7 @@
 
 import torch
 
-from megazoo.layers.cross_entropy import IGNORE_INDEX
+from megazoo.constants import IGNORE_INDEX
 
 ROWS = 24  # rows of the global batch: divisible by 1, 2, 3, 4, 6, 8, 12 or 24 replicas
 SEQUENCE = 16

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megazoo.constants import IGNORE_INDEX
 from megazoo.errors import UserError
-from megazoo.layers.cross_entropy import IGNORE_INDEX
 from megazoo.models.hugging_face.names import HFNames, Run, names_in
 from megazoo.parallel.context import ParallelContext
 

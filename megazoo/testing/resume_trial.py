@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 from megazoo import checkpoint
+from megazoo.constants import IGNORE_INDEX
 from megazoo.data.loading import Batches
 from megazoo.data.order import Blend
 from megazoo.data.samples import Sample, sample_of
 from megazoo.engine.auxiliary import counts_tokens
-from megazoo.layers.cross_entropy import IGNORE_INDEX
 from megazoo.optim.base import MASTER
 from megazoo.optim.learning_rate import learning_rate
 from megazoo.optim.loss_scale import LossScale

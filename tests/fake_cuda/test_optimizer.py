@@ -35,7 +35,7 @@ def stepped(
         with watched():
             model = build("gpt2-1.5b", context(**(layout or {})), dtype, layers=layers)
             optimizer = kind(model, **settings)
-            buckets = model.engine.buckets
+            buckets = model.engine.gradients.buckets
             buckets.start(1)
             buckets.fill_missing()
             seen()

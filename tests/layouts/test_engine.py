@@ -313,16 +313,16 @@ def reduced_in_small_buckets():
     the gradients."""
     ctx = context(dp=2)
     model = randomize(megazoo.from_config(tiny_config(), ctx, seed=3))
-    model.engine._buckets = GradientBuckets(
+    model.engine.gradients.made = GradientBuckets(
         [entry.parameter for entry in model.entries()], ctx, bucket_elements=2000
     )
-    left, finish = [], model.engine.buckets.wait_for_sums
-    model.engine.buckets.wait_for_sums = lambda scale: (
-        left.append(model.engine.buckets.launched) or finish(scale)
+    left, finish = [], model.engine.gradients.buckets.wait_for_sums
+    model.engine.gradients.buckets.wait_for_sums = lambda scale: (
+        left.append(model.engine.gradients.buckets.launched) or finish(scale)
     )
     ids, targets = (replica_rows(tensor, ctx) for tensor in make_batch(0))
     model.train_batch(ids, targets=targets, num_microbatches=2)
-    return left[0], len(model.engine.buckets.members), gradients(model)
+    return left[0], len(model.engine.gradients.buckets.members), gradients(model)
 
 
 def test_buckets_leave_while_the_last_backward_runs(ranks):

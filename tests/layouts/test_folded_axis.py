@@ -60,7 +60,9 @@ def trained(config, layout, zero=0, steps=3, own_backward=False, saved=None):
     entries = model.trained_entries()
     axes = {entry.parameter: entry.spec.replicas(ctx) for entry in entries}
     late = [entry.parameter for entry in entries if entry.name in model.used_again]
-    model.engine._buckets = GradientBuckets(list(axes), ctx, 3000, late, axes=axes)  # many of them
+    model.engine.gradients.made = GradientBuckets(
+        list(axes), ctx, 3000, late, axes=axes
+    )  # many of them
     optimizer, history = AdamW(model, lr=1e-2, eps=1e-3, clip_grad=CLIP, zero=zero), []
     for step in range(steps):
         ids, targets = (replica_rows(tensor, ctx) for tensor in make_batch(step))

@@ -326,7 +326,7 @@ def without(what):
             "megazoo.layers.fused_cross_entropy.all_reduce",
             lambda *_, **__: None,
         ),
-        "copies over tp": ("megazoo.engine.training.sum_over_copies", lambda *_: None),
+        "copies over tp": ("megazoo.engine.gradients.sum_over_copies", lambda *_: None),
         "sequence's gather": (
             "megazoo.parallel.regions.all_gather_sequence",
             lambda x, group: torch.cat([x, x], dim=-2),
@@ -335,7 +335,7 @@ def without(what):
             "megazoo.parallel.regions.reduce_scatter_sequence",
             lambda x, group: x.chunk(2, -2)[group.rank()].contiguous(),
         ),
-        "tied gradient": ("megazoo.engine.training.sum_between_stages", lambda *_: None),
+        "tied gradient": ("megazoo.engine.gradients.sum_between_stages", lambda *_: None),
         "norm": ("megazoo.optim.clip.all_reduce_over", lambda *_: None),
         "data parallel": ("megazoo.parallel.buckets.all_reduce", lambda *_, **__: None),
         "loss and label count": ("megazoo.engine.pipeline.all_reduce", lambda *_: None),

@@ -43,7 +43,7 @@ def factor_not_summed():
 
 
 def no_sums():
-    return mock.patch("megazoo.engine.training.sum_over_copies")
+    return mock.patch("megazoo.engine.gradients.sum_over_copies")
 
 
 def copies_of_heads_not_summed():
@@ -252,8 +252,8 @@ def test_a_mistake_in_merging_is_found(ranks):
 
 
 NOT_SUMMED = """
-from megazoo.engine import training
-training.sum_over_copies = lambda *_: None
+from megazoo.engine import gradients
+gradients.sum_over_copies = lambda *_: None
 """
 
 

@@ -45,7 +45,9 @@ def trained(config, layout, dtype=torch.float32, steps=5, small_buckets=True, **
         late = {
             e.parameter for e in entries if len(e.pp_ranks) > 1 or e.spec.has_partial_gradient(ctx)
         }
-        model.engine._buckets = GradientBuckets([e.parameter for e in entries], ctx, 3000, late)
+        model.engine.gradients.made = GradientBuckets(
+            [e.parameter for e in entries], ctx, 3000, late
+        )
     optimizer, norms = AdamW(model, lr=1e-2, **settings), []
     for step in range(steps):
         ids, targets = (replica_rows(tensor, ctx) for tensor in make_batch(step))

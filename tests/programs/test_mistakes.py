@@ -18,8 +18,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from megazoo import pretrain
-from megazoo.cli import callbacks
+from megazoo import callbacks, pretrain
 from megazoo.cli.parsing import CommandLine
 from megazoo.cli.program import run_program
 from megazoo.environment import LAUNCHER_NAMES, LAUNCHER_PREFIXES

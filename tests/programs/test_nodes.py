@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 import megazoo
-from megazoo import pretrain
-from megazoo.cli import callbacks
+from megazoo import callbacks, pretrain
 from megazoo.cli.parsing import CommandLine
 from megazoo.environment import adopt_launcher
 from tests.support.pretraining import SMALL, TORCHRUN, close, losses, records

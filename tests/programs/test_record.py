@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 import torch
 
-from megazoo import pretrain
-from megazoo.cli import callbacks, run_record
+from megazoo import callbacks, pretrain
+from megazoo.cli import run_record
 from megazoo.cli.run_record import InputFile, Recorded, Resumed, Step
 from megazoo.errors import UserError
 from megazoo.programs import check_run, preprocess_data

@@ -18,8 +18,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 # From what knows nothing to what knows all. Parts of one line know nothing of each other.
 ORDER = [
-    ("errors",),
-    ("files", "lazy", "environment", "torch_internals"),
+    ("constants", "errors"),
+    ("files", "lazy", "environment", "torch_internals", "callbacks"),
     ("terminal",),
     ("hub", "gguf_file"),
     ("tokenizer", "parallel"),

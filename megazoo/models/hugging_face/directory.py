@@ -15,7 +15,7 @@ from megazoo.checkpoint.generation import TOKEN_IDS, generation_config, with_tok
 from megazoo.checkpoint.places import CONFIG
 from megazoo.checkpoint.tensor_files import TensorFiles, pieces_of_file
 from megazoo.checkpoint.writing import json_bytes
-from megazoo.errors import UserError
+from megazoo.errors import UserError, some_of
 from megazoo.files import brief, json_object, read_bytes, without_mark
 from megazoo.generate.settings import NOT_APPLIED, OF_FILES
 from megazoo.models.hugging_face.names import HFNames, Run, check_names, hf_names
@@ -225,9 +225,3 @@ def _shape_of(runs: list[Run], spec: ParameterSpec) -> tuple[int, ...]:
     """Return the shape of the Hugging Face tensor that has only these rows of the megazoo
     tensor."""
     return (sum(run.count for run in runs), *spec.shape[len(runs[0].index) + 1 :])
-
-
-def some_of(names: set[str], shown: int = 5) -> str:
-    """Return a text with the first few of the names."""
-    first = ", ".join(sorted(names)[:shown])
-    return first if len(names) <= shown else f"{first} and {len(names) - shown} more"

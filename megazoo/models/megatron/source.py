@@ -10,9 +10,8 @@ import torch
 from megazoo.checkpoint.format import DTYPES, GENERATION, sidecar_files_in
 from megazoo.checkpoint.generation import generation_config
 from megazoo.checkpoint.tensor_files import pieces_of_file
-from megazoo.errors import UserError, advise
+from megazoo.errors import UserError, advise, some_of
 from megazoo.files import read_bytes
-from megazoo.models.hugging_face.directory import some_of
 from megazoo.models.megatron.arguments import adds_one_to_norms, config_of, values_of
 from megazoo.models.megatron.distributed import METADATA, read_distributed
 from megazoo.models.megatron.legacy import is_legacy, read_legacy

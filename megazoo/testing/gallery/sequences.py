@@ -3,10 +3,10 @@
 import torch
 import torch.nn.functional as F
 
+from megazoo.constants import IGNORE_INDEX
 from megazoo.engine import batch
 from megazoo.engine.microbatch import MicroBatch
 from megazoo.layers import masks
-from megazoo.layers.cross_entropy import IGNORE_INDEX
 from megazoo.parallel.buckets import GradientBuckets
 from megazoo.parallel.sequence import SequenceCut
 from megazoo.testing.gallery.planting import bug, replaced, replaced_everywhere

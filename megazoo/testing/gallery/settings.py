@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from megazoo.layers.cross_entropy import IGNORE_INDEX
+from megazoo.constants import IGNORE_INDEX
 from megazoo.layers.rotary import Rotary
 from megazoo.lora.layers import Adapters
 from megazoo.models import base

@@ -308,7 +308,7 @@ def gradients_added_to_themselves():
     def make_backward(backward):
         def doubled(self, action, factor=1.0):
             backward(self, action, factor)
-            buckets = self.model.engine.buckets
+            buckets = self.model.engine.gradients.buckets
             for parameter in buckets.place if getattr(buckets, "sums_itself", False) else ():
                 if parameter.grad is not None:
                     parameter.grad += parameter.grad

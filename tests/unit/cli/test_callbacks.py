@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import megazoo
-from megazoo import UserError, pretrain
-from megazoo.cli import callbacks, mistakes
+from megazoo import UserError, callbacks, pretrain
+from megazoo.cli import mistakes
 from tests.support.inference import run_main
 from tests.support.programs import python
 

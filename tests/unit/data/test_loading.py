@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from megazoo.constants import IGNORE_INDEX
 from megazoo.data import Batches, Blend, PackedDataset
 from megazoo.data.samples import Sample
 from megazoo.errors import UserError
-from megazoo.layers.cross_entropy import IGNORE_INDEX
 from megazoo.parallel import ParallelContext
 
 EOD = 99

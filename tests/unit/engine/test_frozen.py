@@ -98,7 +98,7 @@ def train(
             assert torch.equal(entry.parameter, before[entry.name]), entry.name
             assert entry.parameter.grad is None, entry.name
         assert (entry.name in optimizer.state) != frozen
-        assert (entry.parameter in model.engine.buckets.place) != frozen
+        assert (entry.parameter in model.engine.gradients.buckets.place) != frozen
         pieces = entry.spec.pieces(ctx.place)
         parts[entry.name] = [
             (piece.box, entry.parameter.detach()[piece.index()]) for piece in pieces

@@ -61,7 +61,7 @@ def gradients(config, layout, dtype, train=".", schedule="1f1b", recompute=("non
     late = {e.parameter for e in entries if len(e.pp_ranks) > 1 or e.spec.has_partial_gradient(ctx)}
     # several of them, so that one may leave too early
     buckets = GradientBuckets([e.parameter for e in entries], ctx, 3000, late)
-    model.engine._buckets = buckets
+    model.engine.gradients.made = buckets
     optimizer = megazoo.optim.AdamW(model, **how)
     if optimizer.loss_scale:
         optimizer.loss_scale.value = 4096.0
