@@ -37,6 +37,7 @@ __all__ = [
     "scale_each",
     "shares_storage",
     "silu_backward",
+    "skip_frames",
     "storage_key",
     "store_of_a_thread",
     "takes_int8_product",
@@ -237,6 +238,16 @@ def allow_recompilations(count: int) -> None:
 
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, count)
+
+
+def skip_frames(function: Callable) -> None:
+    """Let torch.compile call a function between its graphs, and trace only what the function calls.
+
+    torch.compiler.disable(recursive=False) is public, but returns another function.
+    """
+    from torch._dynamo.decorators import skip
+
+    skip(function)
 
 
 def profiler_runs() -> bool:

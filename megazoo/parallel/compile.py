@@ -1,28 +1,34 @@
 """Exclude functions from torch.compile: collectives and seeded draws."""
 
+import functools
 import importlib.util
 import os
 import shutil
-import sys
 from collections.abc import Callable
 
 import torch
 
 from megazoo.errors import UserError
-from megazoo.torch_internals import allow_recompilations
+from megazoo.torch_internals import allow_recompilations, skip_frames
 
-_untraced: list[Callable] = []
+# each function that `untraced` has returned, and the list with its target
+_untraced: list[tuple[Callable, list[Callable]]] = []
 
 
 def untraced(function: Callable) -> Callable:
     """Mark a function that torch.compile must call between its graphs, without tracing it.
 
-    torch.compiler.disable would import torch._dynamo immediately (0.7 s); here the import is
-    delayed until `prepare_to_compile`. It replaces the function in its class, or in every module
-    that has imported it.
+    torch.compiler.disable would import torch._dynamo immediately (0.7 s). So this returns a
+    function that calls a target, and `prepare_to_compile` replaces the target.
     """
-    _untraced.append(function)
-    return function
+    target = [function]
+
+    @functools.wraps(function)
+    def call(*arguments, **options):
+        return target[0](*arguments, **options)
+
+    _untraced.append((call, target))
+    return call
 
 
 def prepare_to_compile(device: torch.device) -> None:
@@ -30,18 +36,10 @@ def prepare_to_compile(device: torch.device) -> None:
     check_compiler(device.type)
     # A layer is compiled again for training, evaluation, masks, and scales that vary by index.
     allow_recompilations(128)
-    functions = {}
     while _untraced:
-        function = _untraced.pop()
-        owner, (*classes, name) = sys.modules[function.__module__], function.__qualname__.split(".")
-        for class_name in classes:
-            owner = getattr(owner, class_name)
-        functions[id(function)] = torch.compiler.disable(function)
-        setattr(owner, name, functions[id(function)])
-    for module in list(sys.modules.values()):
-        for name, value in list(getattr(module, "__dict__", {}).items()):
-            if id(value) in functions:
-                setattr(module, name, functions[id(value)])
+        call, target = _untraced.pop()
+        target[0] = torch.compiler.disable(target[0])
+        skip_frames(call)
 
 
 def check_compiler(device: str) -> None:
