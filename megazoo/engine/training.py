@@ -36,6 +36,7 @@ class TrainingEngine:
 
     Attributes:
         gradients: completes the gradients.
+        optimizers: of megazoo, which keep fp32 masters of the weights.
         calls: number of batches in training mode, from which dropout masks are drawn.
         loss_scale: the LossScale of float16, set by the optimizer.
         first_trained_stage: index of the first pipeline stage with trained parameters. Earlier
@@ -54,6 +55,7 @@ class TrainingEngine:
         self.auxiliary_losses: dict[str, torch.Tensor] = {}
         self.auxiliary_names: dict[str, int] | None = None
         self.gradients = GradientSums(self._reference)
+        self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._frozen_ties: set[str] | None = None  # frozen tied parameters, once agreed on
         self._advised = False  # about training in evaluation mode
 

@@ -119,13 +119,21 @@ class Model(BatchCalls, Freezing, Saving, nn.Module):
         self.generation: dict = {}  # the values of generation_config.json
         self.attached: Attachment | None = None  # additional parameters, such as adapters
         self.weights_path: str | None = None  # the directory that the weights were read from
-        self.read_from: Sequence[TensorSource] = ()  # the sources of the weights, until a step
+        # the sources of the weights until a step, from which fp32 masters start
+        self.read_from: Sequence[TensorSource] = ()
 
     def __setattr__(self, name: str, value) -> None:
         """Set an attribute; UserError for a method that the head defines."""
         if name in OF_THE_HEAD and callable(value) and not isinstance(value, nn.Module):
             raise _of_the_head(f"the {name} that is set on a model")
         super().__setattr__(name, value)
+
+    def weights_read(self, *sources: TensorSource) -> None:
+        """Note the sources that the weights were read from. The fp32 masters of the optimizers that
+        exist take their values."""
+        self.read_from = sources
+        for optimizer in list(self.engine.optimizers) if sources else ():
+            optimizer.masters.refresh(optimizer, sources)
 
     # What a family defines.
 

@@ -111,7 +111,8 @@ class AdamW(ModelOptimizer):
         self.staging = Staging(self.ctx.device, model.dtype) if offloaded else None
         self.steps = torch.zeros((), dtype=torch.float32, device=self.device)
         self.masters = MasterWeights()
-        self.masters.refresh(self)
+        self.masters.refresh(self, model.read_from)
+        model.engine.optimizers.add(self)
         self._versions: dict[str, int] = {}  # versions of the parameters after the last step
         self._written: set[str] = set()  # parameters that were written by anything except a step
 

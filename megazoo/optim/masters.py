@@ -1,7 +1,7 @@
 """The fp32 master weights of an optimizer, kept equal to the parameters that are rounded from
 them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,9 +21,10 @@ class MasterWeights:
     element that does not round to its parameter's value is set to that value. A write through
     `parameter.data` does not change the version, so it is not detected.
 
-    `model.read_from` are the sources (megazoo/checkpoint/source.py) of the weights, until the first
-    step. If they have higher precision than the parameter, masters take their values in chunks,
-    where these round to the parameter's.
+    Masters start from the sources of the weights (megazoo/checkpoint/source.py), if these have
+    higher precision than the parameter: from `model.read_from` when the optimizer is created, and
+    from what a loader reads later. They take the values in chunks, where these round to the
+    parameter's.
     """
 
     def __init__(self):
@@ -34,8 +35,9 @@ class MasterWeights:
         self._versions = versions_of(entries)
 
     @torch.no_grad()
-    def refresh(self, optimizer: Any) -> None:
-        """Update this replica's masters of the parameters that were written since `note`."""
+    def refresh(self, optimizer: Any, sources: Sequence[Any] = ()) -> None:
+        """Update this replica's masters of the parameters that were written since `note`. sources:
+        those that were just read."""
         written = [
             entry
             for entry in optimizer.entries
@@ -45,7 +47,7 @@ class MasterWeights:
         for entry in written:
             for master, weights, _ in _pieces(optimizer, entry):
                 master.copy_(torch.where(master.to(weights.dtype) == weights, master, weights))
-        for source in optimizer.model.read_from if written else ():
+        for source in sources if written else ():
             try:
                 _take_from(source, optimizer, written)
             except UserError as error:

@@ -136,8 +136,7 @@ def masters_from(config, directory, optimizer, later, layout):
     model, opt = made(config, layout, optimizer, start=None if later else directory)
     if later:
         step(model, opt)
-        model.from_parallelized(directory)
-        opt.state_dict()
+        model.from_parallelized(directory)  # the masters have the values, before any step
     exact = megazoo.from_pretrained(directory, model.ctx, dtype=torch.float32)
     values = {entry.name: entry.parameter.detach().view(-1) for entry in exact.entries()}
     masters = masters_of(model, opt)
