@@ -29,6 +29,8 @@ class GradientSums:
 
     Attributes:
         made: the buckets, once they are needed.
+
+    Layers may already have summed over a folded axis in backward, as experts do.
     """
 
     def __init__(self, find_model: Callable[[], Any]):
@@ -94,8 +96,8 @@ class GradientSums:
 
     def complete_custom(self) -> None:
         """Complete the gradients after a custom backward; see `Model.sync_gradients`."""
-        made, buckets = self.made is None, self.fit()
-        if made and any(parameter.grad is not None for parameter in buckets.place):
+        are_new, buckets = self.made is None, self.fit()
+        if are_new and any(parameter.grad is not None for parameter in buckets.place):
             buckets.fault = UNSUMMED  # from a backward before the hooks existed
         if buckets.fault != UNSUMMED:
             buckets.check()

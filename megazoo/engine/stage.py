@@ -101,7 +101,7 @@ class StageRun:
         stages: those that run; by default all of this rank.
         loss_scale: factor of the gradients, for float16.
         backward_is_next: the last stage runs each backward directly after the forward, with a known
-            gradient.
+            gradient, so that its head may compute gradients in forward.
         collect: collect(outputs, batch) returns the part of the last stage's outputs to keep.
         loss_fn: loss_fn(logits, labels), a custom loss: the mean of a micro-batch.
         weight_queue: stores the weight gradients, for a schedule that computes them separately.
@@ -189,7 +189,8 @@ class StageRun:
         return loss
 
     def backward(self, action: Action, factor: float = 1.0) -> None:
-        """Run the backward of a micro-batch in a stage; for an "I" action only that of the inputs.
+        """Run the backward of a micro-batch in a stage. An "I" action computes all gradients except
+        those that wait in the weight queue.
 
         factor: an additional factor of the gradient of the loss, in addition to the loss scale.
         """

@@ -1,5 +1,5 @@
-"""The engine that trains a model: gradient buckets, agreement of all ranks on frozen parameters,
-numbering of the dropout draws, and the reductions after the last backward."""
+"""The engine that trains a model: it runs batches, numbers the dropout draws, and lets all ranks
+agree on the frozen parameters."""
 
 import re
 import weakref
@@ -84,7 +84,7 @@ class TrainingEngine:
             self.model.train()
         self._check_placement(schedule)
         splits = splits_backward(schedule, self.ctx.pp_size, self.ctx.virtual_size)
-        buckets = self.buckets_to_train()
+        buckets = self.checked_buckets()
         micro_batches = self.micro_batches(batch, num_microbatches, step, loss_fn is not None)
         self._require_labels(micro_batches)
         queue = WeightQueue(buckets.received) if splits else None
@@ -106,7 +106,7 @@ class TrainingEngine:
         with propagate_errors(self.ctx) as call:
             if call:
                 call.agree("microbatches", self.model, {**given, "micro-batches": num_microbatches})
-            self.buckets_to_train()
+            self.checked_buckets()
             batch = Batch(**given)
             micro_batches = self.micro_batches(batch, num_microbatches)
             self._require_labels(micro_batches)
@@ -232,7 +232,7 @@ class TrainingEngine:
         if self.ctx.mesh is not None and self.ctx.token_axis.size > 1:
             self.gradients.fit()  # they detect a backward whose gradients are not summed
 
-    def buckets_to_train(self) -> GradientBuckets:
+    def checked_buckets(self) -> GradientBuckets:
         """Return the gradient buckets, after all ranks agree on the frozen parameters."""
         self._advise_of_mode()
         if self._frozen_ties is None:

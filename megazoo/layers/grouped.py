@@ -27,7 +27,8 @@ def grouped_linear(
         weight: [groups, outputs, inputs].
         counts: rows of each group, int64 [groups].
         product: multiplies.
-        queue: a WeightQueue adds the gradient of the weight later, instead of autograd.
+        queue: a WeightQueue adds the gradient of the weight later, instead of autograd. AtOnce has
+            no effect.
 
     Returns:
         [rows, outputs].

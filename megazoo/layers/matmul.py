@@ -1,7 +1,7 @@
 """The matrix products of linear layers, of one x with one weight or with several.
 
-All of them call `multiply`. It calls `Product.output` unless it can save memory or overlap
-communication. Otherwise it is a fused version, which computes the formula in its docstring.
+All of them call `multiply`. It calls `Product.output` if that needs no more memory. Otherwise it
+runs an autograd function that calls the product, saves less and may overlap communication.
 tests/unit/layers/test_fused.py compares values and gradients of the two.
 """
 

@@ -1,5 +1,7 @@
 """The products of a weight with the input of a layer, and with its gradients: see `Product`."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -13,16 +15,18 @@ KERNEL_BYTES = 16  # the kernel for groups needs rows whose bytes are a multiple
 class Product:
     """The three matrix products of a weight W: y = x W^T + b, and in backward g W and g^T x.
 
-    All layers multiply with one. The parallel linear layers and the stacked experts take another
-    arithmetic: assign an instance of a subclass to `layer.product`.
+    For another arithmetic, assign an instance of a subclass to the `product` of a parallel linear
+    layer or of stacked experts. Heads, routers and adapters use PLAIN.
 
     counts: None for a weight [outputs, inputs]. Otherwise the weight is a stack of matrices,
     [groups, outputs, inputs], and counts has the number of rows of each, int64 [groups]; there may
-    be none. All ranks of tp and of the token axis call the methods of a layer in the same order, so
-    that they may communicate.
+    be none. In train_batch and eval_batch, all ranks of tp and of the token axis call the methods
+    of a layer in the same order, so that they may communicate. In model(...) and generate, only the
+    ranks of one replica call them together.
 
     Class attributes:
-        widens: the methods get fp32 factors where CPUs multiply bfloat16 faster as fp32.
+        widens: for a weight [outputs, inputs], the methods get fp32 factors where CPUs multiply
+            bfloat16 faster as fp32. For a stack, they get the dtype of the activations.
     """
 
     widens = True
@@ -35,14 +39,14 @@ class Product:
         counts: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return x W^T + b: [..., inputs] -> [..., outputs]; for a stack [rows, inputs] -> [rows,
-        outputs], without a bias."""
+        outputs], without a bias. It must be new memory: callers change it in place."""
         if counts is not None:
             return _grouped(x, weight, counts)
         return linear_for(x, weight)(x, weight, bias)
 
-    def gradient(self, grad: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of the output, [rows, outputs], in the form that the following
-        methods get."""
+    def gradient(self, grad: torch.Tensor) -> Any:
+        """Return the gradient of the output, [rows, outputs], in any form: only the following
+        methods get it."""
         return grad
 
     def input_gradient(
@@ -52,7 +56,8 @@ class Product:
         counts: torch.Tensor | None = None,
         total: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the gradient of the input, grad W: [rows, outputs] -> [rows, inputs].
+        """Return the gradient of the input, grad W: [rows, outputs] -> [rows, inputs], in new
+        memory.
 
         total: that of other weights with the same input, to which this one is added in place.
         """
@@ -76,7 +81,8 @@ class Product:
         x: torch.Tensor,
         counts: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return total + weight_gradient(grad, x), in fp32, in total's memory if there is one."""
+        """Return total + weight_gradient(grad, x), in fp32, in total's memory if there is one. A
+        subclass may override it to add in the kernel that multiplies."""
         found = self.weight_gradient(grad, x, counts)
         return found.float() if total is None else total.add_(found)
 

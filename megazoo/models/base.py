@@ -129,8 +129,12 @@ class Model(BatchCalls, Freezing, Saving, nn.Module):
         super().__setattr__(name, value)
 
     def weights_read(self, *sources: TensorSource) -> None:
-        """Note the sources that the weights were read from. The fp32 masters of the optimizers that
-        exist take their values."""
+        """Note where the weights were read from. The fp32 masters of existing optimizers take the
+        values.
+
+        Args:
+            *sources: the sources, the last one read last.
+        """
         self.read_from = sources
         for optimizer in list(self.engine.optimizers) if sources else ():
             optimizer.masters.refresh(optimizer, sources)
@@ -278,7 +282,7 @@ class Model(BatchCalls, Freezing, Saving, nn.Module):
     def tie(self, name: str, *stages: int) -> None:
         """Tie a parameter that several stages build.
 
-        After the last backward the gradients of its copies are summed (engine/training.py). The
+        After the last backward the gradients of its copies are summed (engine/gradients.py). The
         gradient norm counts it once, and a checkpoint stores it once.
 
         Args:

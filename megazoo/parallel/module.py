@@ -44,8 +44,8 @@ class Storage(Protocol):
 
     def use(self, module: "ShardedModule", name: str) -> torch.Tensor | None:
         """Return this rank's shard of a parameter for one use in forward, or None for a missing
-        bias. Backward through it gives the gradient of what is kept. Every rank that has the module
-        calls it in the same order."""
+        bias. Backward through it gives the gradient of what is kept. All ranks of a replica call it
+        in the same order, and in train_batch and eval_batch all ranks of the token axis."""
 
 
 class ShardedModule(nn.Module):
@@ -60,7 +60,8 @@ class ShardedModule(nn.Module):
     Attributes:
         sums_later: whether the caller of backward sums partial gradients, once for many backwards,
             as train_batch does (`sum_over_copies`).
-        weight_queue: adds the gradients of weights that multiply tokens in train_batch.
+        weight_queue: adds the gradients of weights that multiply tokens, in train_batch and
+            microbatches; None in a custom backward.
         multiplied: names of the parameters that are matrices which multiply every token.
             `flops_per_token` counts them, and Muon trains them.
         storage: what keeps the values of the parameters; None: the parameters.

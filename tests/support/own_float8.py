@@ -15,20 +15,21 @@ LARGEST = torch.finfo(torch.float8_e4m3fn).max
 class Float8(Product):
     """The products of factors that are rounded to float8.
 
-    ctx: its ranks share a tensor along tp, and along the token axis. unreduced: of "x", "weight"
+    ctx: its ranks along tp and the token axis use a common scale. unreduced: of "x", "weight"
     and "grad", the factors whose largest value is not reduced over the ranks: a bug.
     """
 
     def __init__(self, ctx, unreduced: Collection[str] = ()):
-        self.axes, self.unreduced = [ctx.tp, ctx.token_axis], unreduced
+        self.ctx, self.unreduced = ctx, unreduced
 
     def rounded(self, factor: torch.Tensor, what: str) -> torch.Tensor:
         """Return a factor, which may be empty, rounded to float8 and back."""
-        largest = factor.detach().abs().amax() if factor.numel() else factor.new_zeros(())
+        largest = factor.abs().amax().float() if factor.numel() else torch.zeros(())
         if what not in self.unreduced:
-            all_reduce_over(largest, self.axes, dist.ReduceOp.MAX)
+            all_reduce_over(largest, [self.ctx.tp, self.ctx.token_axis], dist.ReduceOp.MAX)
         scale = LARGEST / largest.clamp(min=1e-12)
-        return (factor.detach() * scale).to(torch.float8_e4m3fn).to(factor.dtype) / scale
+        rounded = (factor.detach() * scale).to(torch.float8_e4m3fn).float() / scale
+        return rounded.to(factor.dtype)
 
     def output(self, x, weight, bias=None, counts=None):
         return PLAIN.output(self.rounded(x, "x"), self.rounded(weight, "weight"), bias, counts)
@@ -44,7 +45,8 @@ class Float8(Product):
 
 
 def multiply_in_float8(model: torch.nn.Module, unreduced: Collection[str] = ()):
-    """Let all linear layers and experts of a model multiply in float8; return the model."""
+    """Let all parallel linear layers and experts of a model multiply in float8; return the
+    model."""
     for layer in model.modules():
         if isinstance(getattr(layer, "product", None), Product):
             layer.product = Float8(layer.ctx, unreduced)

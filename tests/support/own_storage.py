@@ -1,5 +1,6 @@
-"""A storage of a user's own: parameters rest as ranges of their elements over the replicas, and are
-gathered for each use in forward, as in ZeRO-3.
+"""A storage of a user's own: parameters rest as ranges of their elements over the replicas.
+
+Each use in forward gathers the values, which stay in memory until backward.
 
 The ranges are shards over an axis "ranges", which is folded into dp.
 """
@@ -49,8 +50,8 @@ def _parts(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
 def rest_as_ranges(model: nn.Module):
     """Let all parameters of a model rest as ranges, before its first batch; return the model.
 
-    The model's context has an axis "ranges" that is folded into dp; tp is 1, and no parameter is
-    tied.
+    The model's context has an axis "ranges" that is folded into dp. tp is 1, no parameter is tied,
+    and no router has a bias. Checkpoints and Muon would see the flat ranges.
     """
     for module in model.modules():
         if not isinstance(module, ShardedModule):
