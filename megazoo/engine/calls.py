@@ -68,8 +68,11 @@ class BatchCalls:
         """Run one batch. Call it with the same inputs on every rank of a replica.
 
         Args:
-            input_ids, attention_mask, position_ids, labels, document_ids: the batch, int64 [batch,
-                sequence] each; see `Batch`.
+            input_ids: int64 [batch, sequence], as all tensors of the batch: see `Batch`.
+            attention_mask: 1 for tokens, 0 for padding.
+            position_ids: default: 0, 1, 2, ...
+            labels: not shifted; the last stage needs them for the loss.
+            document_ids: of packed documents.
             return_logits: whether to return logits also when there are labels.
             unsupported: other arguments of transformers, such as use_cache, with values that change
                 nothing.
@@ -129,9 +132,13 @@ class BatchCalls:
         Stages between the first and the last need no inputs.
 
         Args:
-            input_ids, labels, targets, attention_mask, position_ids, document_ids,
-                sequence_length: the batch of this replica, int64 [batch, sequence] each; see
-                `Batch`.
+            input_ids: int64 [batch, sequence], as all tensors of the batch: see `Batch`.
+            labels: not shifted; the last stage needs them.
+            targets: shifted, instead of labels.
+            attention_mask: 1 for tokens, 0 for padding.
+            position_ids: default: 0, 1, 2, ...
+            document_ids: of packed documents.
+            sequence_length: if the tensors are a part of the sequence.
             num_microbatches: number of micro-batches; it must divide the batch.
             schedule: name of the pipeline schedule, one of
                 `megazoo.parallel.schedule.SCHEDULES`; default: that of the context. It
@@ -182,7 +189,8 @@ class BatchCalls:
         all stages busy.
 
         Args:
-            input_ids, labels: int64 [batch, sequence] each; see `Batch`.
+            input_ids: int64 [batch, sequence], as all tensors of the batch: see `Batch`.
+            labels: not shifted; the last stage needs them.
             num_microbatches: number of micro-batches; it must divide the batch.
             **inputs: targets, attention_mask, position_ids, document_ids and sequence_length, as in
                 `train_batch`.
@@ -236,9 +244,13 @@ class BatchCalls:
         Afterwards each module is in its previous mode.
 
         Args:
-            input_ids, labels, targets, attention_mask, position_ids, document_ids,
-                sequence_length: the batch of this replica, int64 [batch, sequence] each; see
-                `Batch`.
+            input_ids: int64 [batch, sequence], as all tensors of the batch: see `Batch`.
+            labels: not shifted; the last stage needs them.
+            targets: shifted, instead of labels.
+            attention_mask: 1 for tokens, 0 for padding.
+            position_ids: default: 0, 1, 2, ...
+            document_ids: of packed documents.
+            sequence_length: if the tensors are a part of the sequence.
             num_microbatches: number of micro-batches; it must divide the batch.
             return_count: whether to return also the number of labelled tokens, the weight of this
                 batch in a mean over several.
