@@ -67,7 +67,7 @@ def load(checkpoint: Checkpoint, model: Any, optimizer: AdamW | None = None) -> 
                 bar.update(tensor.nbytes)
             trainer = checkpoint.trainer
             read_before = model.read_from if checkpoint.about_adapters else ()
-            model.weights_read(*(() if optimizer else (*read_before, checkpoint)))
+            model.engine.weights_read(*(() if optimizer else (*read_before, checkpoint)))
             if optimizer:
                 optimizer.masters.note(optimizer.entries)
                 optimizer.steps.fill_(trainer["optimizer_steps"])

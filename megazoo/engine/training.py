@@ -179,6 +179,13 @@ class TrainingEngine:
         if self.model.stages[-1].last and batches[0].targets is None and batches[0].labels is None:
             raise UserError("the last stage needs labels or targets")
 
+    def weights_read(self, *sources: Any) -> None:
+        """Note the sources (megazoo/checkpoint/source.py) that the weights were read from, the last
+        one read last. The fp32 masters of existing optimizers take the values."""
+        self.model.read_from = sources
+        for optimizer in list(self.optimizers) if sources else ():
+            optimizer.masters.refresh(optimizer, sources)
+
     def agree_on_frozen(self) -> None:
         """Freeze on every rank the parameters that any rank has frozen. All ranks call it together.
 

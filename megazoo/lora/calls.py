@@ -198,7 +198,7 @@ def load_from(model: nn.Module, source: AdapterSource) -> None:
                 entry.parameter.requires_grad_(True)
         source.close()
     if isinstance(model, Model):
-        model.weights_read(*model.read_from, source)
+        model.engine.weights_read(*model.read_from, source)
         model.engine.parameters_changed()
 
 

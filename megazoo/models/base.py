@@ -128,17 +128,6 @@ class Model(BatchCalls, Freezing, Saving, nn.Module):
             raise _of_the_head(f"the {name} that is set on a model")
         super().__setattr__(name, value)
 
-    def weights_read(self, *sources: TensorSource) -> None:
-        """Note where the weights were read from. The fp32 masters of existing optimizers take the
-        values.
-
-        Args:
-            *sources: the sources, the last one read last.
-        """
-        self.read_from = sources
-        for optimizer in list(self.engine.optimizers) if sources else ():
-            optimizer.masters.refresh(optimizer, sources)
-
     # What a family defines.
 
     @classmethod

@@ -264,7 +264,7 @@ def load_weights(source: ModelSource, model: Any) -> None:
             model.generation = source.generation
             model.weights_path = name_of(source.path) or str(source.path.absolute())
         source.close()
-        model.weights_read(source)
+        model.engine.weights_read(source)
 
 
 def _entries_to_read(source: ModelSource, model) -> list[NamedParameter]:
