@@ -86,17 +86,19 @@ def multiply(
             recompute = enter
         else:
             x = enter(x)
-    queues, dtype = _queues(queue, x, weights), _dtype_of(products, x)
-    is_plain = all(product is PLAIN for product in products)
-    by_autograd = not any(queues) and is_plain and dtype == x.dtype  # it saves only x, too
-    if recompute is None and (by_autograd or not torch.is_grad_enabled()):
-        return _outputs(products, x, weights, bias, dtype)
+    queues = _queues(queue, x, weights) if torch.is_grad_enabled() else ()
+    if recompute is None and not any(queues):
+        dtype, is_plain = _dtype_of(products, x), set(products) == {PLAIN}
+        # autograd saves only x, too
+        if not torch.is_grad_enabled() or (is_plain and dtype == x.dtype):
+            return _outputs(products, x, weights, bias, dtype)
     return _linears(recompute, queues, products, x, bias, *weights)
 
 
 def _dtype_of(products: Sequence[Product], x: torch.Tensor) -> torch.dtype:
     """Return the dtype in which to multiply x."""
-    return product_dtype(x) if all(product.widens for product in products) else x.dtype
+    dtype = product_dtype(x)
+    return dtype if dtype == x.dtype or all(product.widens for product in products) else x.dtype
 
 
 def _outputs(
@@ -111,9 +113,10 @@ def _outputs(
     if dtype != own:
         x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
         weights = [weight.to(dtype) for weight in weights]
-    biases = (bias, *[None] * (len(weights) - 1))
-    results = (p.output(x, w, b) for p, w, b in zip(products, weights, biases, strict=True))
-    return tuple(results) if dtype == own else tuple(y.to(own) for y in results)
+    results = [products[0].output(x, weights[0], bias)]
+    for product, weight in zip(products[1:], weights[1:], strict=True):
+        results.append(product.output(x, weight))
+    return tuple(results if dtype == own else [y.to(own) for y in results])
 
 
 def _queues(queue: WeightQueue | AtOnce | None, x: torch.Tensor, weights: Weights) -> tuple:
