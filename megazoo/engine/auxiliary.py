@@ -57,7 +57,7 @@ def check_joint_losses(names: dict[str, int] | None, layout: Layout, count: int)
 
 
 def _axes_of_means(ctx: ParallelContext, axis: Axis) -> list[Axis]:
-    """Return the axes of the ranks with other tokens, along an axis, or other layers."""
+    """Return the axes along which ranks have other tokens or layers. axis: token_axis or cp."""
     return [*_parts_of_tokens(ctx), axis, ctx.pp]
 
 

@@ -67,7 +67,8 @@ class Batch:
             task: task of the model, which interprets its labels: see `megazoo.models.outputs`.
             longest: tokens of the longest sequence that the model supports.
             own_loss: whether the labels are for a custom loss.
-            seed, step: from which the dropout seeds are derived.
+            seed: seed of the model, from which the dropout seeds are derived.
+            step: number of the call, from which they are derived, too.
         """
         check_number("num_microbatches", count, 1, whole=True)
         tokens = self._given()

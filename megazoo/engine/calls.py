@@ -68,10 +68,11 @@ class BatchCalls:
         """Run one batch. Call it with the same inputs on every rank of a replica.
 
         Args:
-            input_ids: int64 [batch, sequence], as all tensors of the batch: see `Batch`.
+            input_ids: int64 [batch, sequence], as the other tensors of the batch: see `Batch`.
             attention_mask: 1 for tokens, 0 for padding.
             position_ids: default: 0, 1, 2, ...
-            labels: not shifted; the last stage needs them for the loss.
+            labels: not shifted; the last stage needs them for the loss. A classifier's have another
+                shape.
             document_ids: of packed documents.
             return_logits: whether to return logits also when there are labels.
             unsupported: other arguments of transformers, such as use_cache, with values that change
@@ -102,11 +103,11 @@ class BatchCalls:
         whole = self.config.num_labels or together
         collects = return_logits or labels is None or whole
         collect = self.output_head.full_outputs if collects and self.has_last else None
-        alone = self.ctx.pp_size == 1
+        one_stage = self.ctx.pp_size == 1
         result = run_pipeline(
-            self, [micro_batch], global_batch=False, keep_graph=alone, collect=collect
+            self, [micro_batch], global_batch=False, keep_graph=one_stage, collect=collect
         )
-        loss = result.loss if alone else with_backward(result.loss, _refuse_backward)
+        loss = result.loss if one_stage else with_backward(result.loss, _refuse_backward)
         return Output(None if labels is None else loss, result.collected)
 
     @on_all_ranks
@@ -132,13 +133,13 @@ class BatchCalls:
         Stages between the first and the last need no inputs.
 
         Args:
-            input_ids: int64 [batch, sequence], as all tensors of the batch: see `Batch`.
-            labels: not shifted; the last stage needs them.
+            input_ids: int64 [batch, sequence], as the other tensors of the batch: see `Batch`.
+            labels: not shifted; the last stage needs them. A classifier's have another shape.
             targets: shifted, instead of labels.
             attention_mask: 1 for tokens, 0 for padding.
             position_ids: default: 0, 1, 2, ...
             document_ids: of packed documents.
-            sequence_length: if the tensors are a part of the sequence.
+            sequence_length: of the full sequence, if input_ids and targets are a rank's part.
             num_microbatches: number of micro-batches; it must divide the batch.
             schedule: name of the pipeline schedule, one of
                 `megazoo.parallel.schedule.SCHEDULES`; default: that of the context. It
@@ -189,8 +190,8 @@ class BatchCalls:
         all stages busy.
 
         Args:
-            input_ids: int64 [batch, sequence], as all tensors of the batch: see `Batch`.
-            labels: not shifted; the last stage needs them.
+            input_ids: int64 [batch, sequence], as the other tensors of the batch: see `Batch`.
+            labels: not shifted; the last stage needs them. A classifier's have another shape.
             num_microbatches: number of micro-batches; it must divide the batch.
             **inputs: targets, attention_mask, position_ids, document_ids and sequence_length, as in
                 `train_batch`.
@@ -244,13 +245,13 @@ class BatchCalls:
         Afterwards each module is in its previous mode.
 
         Args:
-            input_ids: int64 [batch, sequence], as all tensors of the batch: see `Batch`.
-            labels: not shifted; the last stage needs them.
+            input_ids: int64 [batch, sequence], as the other tensors of the batch: see `Batch`.
+            labels: not shifted; the last stage needs them. A classifier's have another shape.
             targets: shifted, instead of labels.
             attention_mask: 1 for tokens, 0 for padding.
             position_ids: default: 0, 1, 2, ...
             document_ids: of packed documents.
-            sequence_length: if the tensors are a part of the sequence.
+            sequence_length: of the full sequence, if input_ids and targets are a rank's part.
             num_microbatches: number of micro-batches; it must divide the batch.
             return_count: whether to return also the number of labelled tokens, the weight of this
                 batch in a mean over several.

@@ -232,7 +232,10 @@ def round_to_int8(model: nn.Module) -> None:
         if isinstance(layer, _ParallelLinear) and not isinstance(layer.product, Int8Product)
     ]
     if any(layer.product is not PLAIN for layer in layers):
-        raise UserError("layers with another product can't be rounded to 8 bits")
+        raise UserError(
+            "weights with a custom product can't be rounded: set layer.product to "
+            "megazoo.layers.product.PLAIN first"
+        )
     if any(layer.lora is not None for layer in layers):
         raise UserError(
             "weights with adapters can't be rounded: call megazoo.lora.merge(model) first"

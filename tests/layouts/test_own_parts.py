@@ -16,7 +16,7 @@ from megazoo.parallel.deferred import WeightQueue
 from megazoo.parallel.layout import Layout
 from tests.support.layouts import MODELS, sizes_of
 from tests.support.own_float8 import Float8, multiply_in_float8
-from tests.support.own_storage import rest_as_ranges, whole_parameters
+from tests.support.own_storage import gathered_parameters, rest_as_ranges
 from tests.support.training import (
     TINY,
     context,
@@ -49,10 +49,8 @@ def results_of(make, product_of, layout, delayed, largest):
     layer.weight.data = integers(*layer.weight.shape, seed=1, largest=first)
     queue = layer.weight_queue = WeightQueue(lambda _: None) if delayed else None
     x = integers(12, layer.weight.shape[-1], seed=2, largest=first).requires_grad_()
-    experts = (
-        [torch.tensor([12, *[0] * (len(layer.weight) - 1)])] if layer.weight.dim() == 3 else []
-    )
-    y = layer(x, *experts)
+    counts = torch.tensor([5, 7, *[0] * (len(layer.weight) - 2)])  # rows of each expert
+    y = layer(x, counts) if layer.weight.dim() == 3 else layer(x)
     y.backward(integers(*y.shape, seed=3, largest=first))
     if queue:
         queue.take()()
@@ -144,7 +142,7 @@ def trained_as_ranges(config, ranges, layout):
         found.append(model.train_batch(ids, targets=targets).item())
         optimizer.step()
     resting = sum(parameter.numel() for parameter in model.parameters())
-    weights = whole_parameters(model)
+    weights = gathered_parameters(model)
     return found, weights, resting
 
 

@@ -1,4 +1,4 @@
-"""An emulated float8 product of a user's own: every factor is rounded to e4m3 with one scale per
+"""A custom product, which emulates float8: every factor is rounded to e4m3 with one scale per
 tensor, which all ranks that share the tensor agree on."""
 
 from collections.abc import Collection

@@ -1,4 +1,4 @@
-"""A storage of a user's own: parameters rest as ranges of their elements over the replicas.
+"""A custom storage: parameters rest as ranges of their elements over the replicas.
 
 Each use in forward gathers the values, which stay in memory until backward.
 
@@ -67,7 +67,7 @@ def rest_as_ranges(model: nn.Module):
     return model
 
 
-def whole_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
+def gathered_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the gathered values of all parameters, by name."""
     with torch.no_grad():
         return {

@@ -160,7 +160,7 @@ def test_the_loss_of_a_call_goes_backward_with_them():
 
 
 def test_logits_without_labels_go_backward_without_them():
-    """A loss of the user's own: its gradient is that of the same layers without losses."""
+    """A custom loss of the logits: its gradient is that of the same layers without losses."""
     (ids, _), found = make_batch(0), []
     for name in ("attach_loss", None):
         with mock.patch(f"{__name__}.{name}", lambda x, *_, **__: x) if name else nullcontext():

@@ -11,6 +11,7 @@ import megazoo
 from megazoo.errors import UserError
 from megazoo.layers import ColumnParallelLinear, RowParallelLinear, int8, round_to_int8
 from megazoo.layers.int8 import int8_linear, rounded_to_int8
+from megazoo.layers.product import PLAIN, Product
 from megazoo.programs import evaluate, generate
 from tests.support.inference import PROMPT, run_main, write_model
 from tests.support.sampling import marked_slow
@@ -113,6 +114,11 @@ def test_what_can_not_be_done_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"merge\(model\) first"):
         round_to_int8(model)
     megazoo.lora.merge(model)
+    down = model.layers["0"].mlp.down
+    down.product = Product()
+    with pytest.raises(UserError, match=r"set layer\.product to \S+PLAIN first"):
+        round_to_int8(model)
+    down.product = PLAIN
     round_to_int8(model)
     kept = {name: parameter.clone() for name, parameter in model.named_parameters()}
     round_to_int8(model)  # once more changes nothing
