@@ -19,10 +19,6 @@ import msgspec
 from megazoo.errors import UserError
 
 POINTER = b"version https://git-lfs.github.com/spec/"  # the start of a pointer of Git LFS
-TEMPLATE_FOLDER = "additional_chat_templates"
-TEMPLATE_NAME = re.compile(r"[A-Za-z0-9_-]{1,100}")
-# The only names with a slash among the files of a model.
-TEMPLATE_FILE = re.compile(rf"{TEMPLATE_FOLDER}/{TEMPLATE_NAME.pattern}\.jinja")
 # The words in messages for the types of msgspec.
 KINDS = {
     "int": "an int",
@@ -146,6 +142,8 @@ def convert(value: Any, kind: Any, name: str, **options: Any) -> Any:
         where = f"{name}{place}".removeprefix(".")
         if missing := re.fullmatch(r"Object missing required field `(.*)`", reason):
             raise UserError(f"{where} has no {missing[1]}".strip()) from None
+        if "[...]" in place:  # a value of a dictionary: msgspec omits the key
+            raise UserError(f"{where} has a wrong value: {_rule(reason, kind)}") from None
         raise UserError(f"{where} is {brief(value)}: {_rule(reason, kind)}") from None
     except UnicodeEncodeError as error:
         raise UserError(f"{name or 'a text'} is not valid Unicode: {error}") from None

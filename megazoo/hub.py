@@ -15,7 +15,8 @@ from typing import BinaryIO
 
 from megazoo.environment import world_size
 from megazoo.errors import UserError
-from megazoo.files import TEMPLATE_FILE, locked
+from megazoo.files import locked
+from megazoo.sidecars import TEMPLATE_FILE
 from megazoo.terminal import print_error
 
 PART = r"[A-Za-z0-9_](?:(?!--|\.\.)[A-Za-z0-9._-]){0,45}(?<![.-])"  # the hub's rule for names

@@ -10,11 +10,9 @@ A tensor that is sharded over an axis folded into dp x cp has a list of shards. 
 unless that is tp, and the name of the file also has the rank along the axis. The layout then has
 the sizes of the axes, "folded": {"ep": 2}, and the format is 2; otherwise the format is 1.
 
-The checkpoint of a model with adapters holds only these and the other trained tensors. It has two
-more keys:
-
-    adapters                 their settings: rank, alpha, targets ...
-    base                     the weights that they belong to: {"checksum", "dtype", "path"}
+The checkpoint of a model with an attachment, such as adapters, holds only its parameters and the
+other trained ones. The manifest then has more keys, which belong to the attachment: see
+megazoo/lora/manifest.py.
 
 places.py describes which files there are, and when they appear.
 """
@@ -23,39 +21,21 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from itertools import product
-from pathlib import Path
+from typing import Literal
 
 import torch
 from zlib_ng.zlib_ng import crc32
 
-from megazoo.files import read_bytes
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.shard import ParameterSpec, Place, Shard
-from megazoo.tokenizer import (
-    TOKENIZER_FILES,
-    TOKENIZER_SIDECARS,
-    has_tokenizer,
-    with_whole_config,
-)
-from megazoo.tokenizer.templates import CHAT_TEMPLATE, template_files_in
 
 FORMAT_VERSION, FOLDED_VERSION = 1, 2  # the latter with tensors sharded over folded axes
-DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-GENERATION = "generation_config.json"
-# Small files that are saved with the weights, so that the model can be used without its source.
-# Files with the names TEMPLATE_FILE are saved also.
-SIDECAR_FILES = (GENERATION, *TOKENIZER_FILES, *TOKENIZER_SIDECARS, CHAT_TEMPLATE)
-
-
-def sidecar_files_in(directory: Path) -> dict[str, bytes]:
-    """Return the contents of a model's sidecar files by name, including those of
-    additional_chat_templates.
-
-    The tokenizer_config.json also holds what only config.json says about the tokenizer.
-    """
-    names = (*SIDECAR_FILES, *template_files_in(directory))
-    files = {name: read_bytes(directory / name) for name in names if (directory / name).is_file()}
-    return with_whole_config(directory, files) if has_tokenizer(directory) else files
+Dtype = Literal["F32", "BF16", "F16"]
+DTYPES: dict[torch.dtype, Dtype] = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+}
 
 
 def tensor_to_manifest(

@@ -1,13 +1,10 @@
 """Loads a run from a checkpoint of any parallel layout: model, optimizer and trainer state."""
 
-import json
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from megazoo.checkpoint.base import check_base
 from megazoo.checkpoint.places import TRAINER
 from megazoo.checkpoint.reader import Checkpoint
 from megazoo.checkpoint.schema import OptimizerState, checked_state
@@ -24,8 +21,9 @@ from megazoo.terminal import byte_bar
 def load(checkpoint: Checkpoint, model: Any, optimizer: AdamW | None = None) -> dict:
     """Load this rank's shard of a checkpoint into a model and optimizer. Every rank calls it.
 
-    The checkpoint may have any parallel layout. A checkpoint of a run with adapters holds only the
-    trained parameters; the model must have the same adapters, and the base weights.
+    The checkpoint may have any parallel layout. A checkpoint of a run with an attachment, such as
+    adapters, holds only the trained parameters; the model must have the same one, and the base
+    weights.
 
     Args:
         checkpoint: the open checkpoint.
@@ -37,7 +35,7 @@ def load(checkpoint: Checkpoint, model: Any, optimizer: AdamW | None = None) -> 
 
     Raises:
         UserError: on every rank, if the checkpoint belongs to another model, optimizer, base or
-            other adapters, or if a file is corrupt (unless it was opened with verify=False).
+            attachment, or if a file is corrupt (unless it was opened with verify=False).
 
     Example:
         checkpoint = megazoo.checkpoint.Checkpoint("runs/a")
@@ -45,7 +43,10 @@ def load(checkpoint: Checkpoint, model: Any, optimizer: AdamW | None = None) -> 
     """
     ctx = model.ctx
     with propagate_errors(ctx):
-        _check_adapters(checkpoint, model)
+        if model.attached:
+            model.attached.check_same(checkpoint, model)
+        elif checkpoint.extra:
+            _refuse_part(checkpoint, model)
         if optimizer:
             _check_states(checkpoint, optimizer)
             checked_state(checkpoint.trainer, OptimizerState, checkpoint.path / TRAINER)
@@ -66,7 +67,7 @@ def load(checkpoint: Checkpoint, model: Any, optimizer: AdamW | None = None) -> 
                 checkpoint.read_range(name, tensor, elements, entry, ctx)
                 bar.update(tensor.nbytes)
             trainer = checkpoint.trainer
-            read_before = model.read_from if checkpoint.about_adapters else ()
+            read_before = model.read_from if model.attached else ()
             model.engine.weights_read(*(() if optimizer else (*read_before, checkpoint)))
             if optimizer:
                 optimizer.masters.note(optimizer.entries)
@@ -78,39 +79,15 @@ def load(checkpoint: Checkpoint, model: Any, optimizer: AdamW | None = None) -> 
     return trainer
 
 
-def _check_adapters(checkpoint: Checkpoint, model) -> None:
-    """Raise UserError unless a checkpoint matches the model: both without adapters, or both with
-    the same adapters and the same base."""
-    stored = checkpoint.about_adapters.get("adapters")
-    if stored is None and not model.attached:
-        return
-    if stored is None or not model.attached:
-        problem = "has no adapters, but the model has: load it before megazoo.lora.add"
-        if stored:
-            problem = (
-                "holds only adapters, but the model has none: load them with megazoo.lora.load"
-            )
-        raise UserError(f"{checkpoint.path} {problem}")
-    ours = json.loads(json.dumps(asdict(model.attached)))
-    for key in sorted(stored.keys() | ours.keys()):
-        if stored.get(key) != ours.get(key):
-            raise UserError(
-                f"{checkpoint.path} has adapters with {key} {stored.get(key)}, but the model's "
-                f"adapters have {ours.get(key)}: add the same adapters to the model"
-            )
-    held = {entry.name for entry in saved_entries(model)}
-    for entry in model.entries():
-        if entry.name not in held and entry.name in checkpoint.tensors:
-            raise UserError(
-                f"{checkpoint.path} has {entry.name}, which is frozen in the model: train the same "
-                "parameters as the saved run"
-            )
-        if entry.name in held and entry.name not in checkpoint.tensors:
-            raise UserError(
-                f"{checkpoint.path} has no {entry.name}, which was frozen: freeze the same "
-                "parameters as the saved run"
-            )
-    check_base(checkpoint, model)
+def _refuse_part(checkpoint: Checkpoint, model: Any) -> None:
+    """Raise UserError if a checkpoint with entries of an attachment lacks parameters of a model
+    without one."""
+    if any(entry.name not in checkpoint.tensors for entry in saved_entries(model)):
+        parts = " and ".join(checkpoint.extra)
+        raise UserError(
+            f"{checkpoint.path} holds only a part of a model, with entries for {parts}, but this "
+            "model has nothing attached: load adapters with megazoo.lora.load"
+        )
 
 
 def _name_of_weights(checkpoint: Checkpoint, entry: NamedParameter) -> str:

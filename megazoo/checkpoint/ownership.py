@@ -8,17 +8,16 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from megazoo.checkpoint.format import SIDECAR_FILES
 from megazoo.checkpoint.places import CONFIG, INDEX, LATEST, MANIFEST, TRAINER, is_step_name
 from megazoo.checkpoint.writing import METADATA
 from megazoo.errors import UserError
-from megazoo.files import TEMPLATE_FILE, TEMPLATE_FOLDER
+from megazoo.sidecars import SIDECAR_FILES, TEMPLATE_FILE, TEMPLATE_FOLDER, is_sidecar
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's
 WEIGHTS = re.compile(
     r"(model|optimizer)(_tp_\d+(_[a-z]{1,16}_\d+)?_pp_\d+(_dp_\d+)?|-\d+-of-\d+)?\.safetensors"
 )
-SMALL_FILES = (MANIFEST, TRAINER, CONFIG, INDEX, ADAPTER_CONFIG, *SIDECAR_FILES)
+SMALL_FILES = (MANIFEST, TRAINER, CONFIG, INDEX, ADAPTER_CONFIG)
 HEADER = b'{"__metadata__":' + json.dumps(METADATA, separators=(",", ":")).encode()
 
 
@@ -157,7 +156,7 @@ def _is_our_name(name: str) -> bool:
     small = re.fullmatch(r"(.*/)?\.(.*)\.partial", name)
     name = (small[1] or "") + small[2] if small else name
     fixed = name in (*SMALL_FILES, ADAPTER_WEIGHTS)
-    return fixed or bool(WEIGHTS.fullmatch(name) or TEMPLATE_FILE.fullmatch(name))
+    return fixed or is_sidecar(name) or bool(WEIGHTS.fullmatch(name))
 
 
 def _files_of_checkpoint(directory: Path) -> set[str]:

@@ -3,6 +3,7 @@
 import json
 import stat
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields
 from functools import cached_property
 from pathlib import Path
 
@@ -13,8 +14,6 @@ from megazoo.checkpoint.format import (
     DTYPES,
     FOLDED_VERSION,
     FORMAT_VERSION,
-    GENERATION,
-    SIDECAR_FILES,
     file_of_rank,
     manifest_checksum,
     spec_from_manifest,
@@ -22,14 +21,15 @@ from megazoo.checkpoint.format import (
 )
 from megazoo.checkpoint.generation import generation_config
 from megazoo.checkpoint.places import MANIFEST, TRAINER, find_checkpoint
-from megazoo.checkpoint.schema import check_manifest, check_tensors
+from megazoo.checkpoint.schema import Manifest, check_manifest, check_tensors
 from megazoo.checkpoint.source import TensorSource
 from megazoo.checkpoint.tensor_files import crc32_of, pieces_of_file
 from megazoo.errors import UserError
-from megazoo.files import TEMPLATE_FILE, brief, json_object
+from megazoo.files import brief, json_object
 from megazoo.optim.base import MASTER, STATES
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.shard import Box, ParameterSpec, Piece, overlap, volume
+from megazoo.sidecars import GENERATION, is_sidecar
 
 # Bytes of the largest manifest that is read. A tensor needs about 300 bytes, and the largest
 # supported model has half a million tensors, including its optimizer states.
@@ -110,11 +110,7 @@ class Checkpoint(TensorSource):
 
     @cached_property
     def sidecar_files(self) -> dict[str, bytes]:
-        return {
-            name: self._read_checked(name)
-            for name in self._file_infos
-            if name in SIDECAR_FILES or TEMPLATE_FILE.fullmatch(name)
-        }
+        return {name: self._read_checked(name) for name in self._file_infos if is_sidecar(name)}
 
     @cached_property
     def generation(self) -> dict:
@@ -132,8 +128,9 @@ class Checkpoint(TensorSource):
         return any(self.states_of(name) for name in self.tensors)
 
     @property
-    def about_adapters(self) -> dict:
-        return {key: self.manifest[key] for key in ("adapters", "base") if self.manifest.get(key)}
+    def extra(self) -> dict:
+        known = {field.name for field in fields(Manifest)}
+        return {key: value for key, value in self.manifest.items() if key not in known}
 
     def states_of(self, name: str) -> list[str]:
         return [state for state in STATES if f"{name}.{state}" in self.tensors]

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megazoo.checkpoint.base import about_adapters
 from megazoo.checkpoint.copies import Copies
 from megazoo.checkpoint.directories import new_step
 from megazoo.checkpoint.locks import run_lock
@@ -231,7 +230,7 @@ class _StepContents(NamedTuple):
     files: Files
     trainer: dict
     sidecar_files: dict[str, bytes]
-    adapters: dict  # see `about_adapters`
+    extra: dict  # entries of the manifest on what is attached to the model
 
     def copied(self, copies: Copies) -> "_StepContents":
         """Return a copy in separate memory on the CPU.
@@ -269,7 +268,7 @@ def _contents_of_step(
         files=files_of_rank(model, lambda entry: entry.parameter, states_of),
         trainer={**trainer, "step": step},
         sidecar_files=model.sidecar_files,
-        adapters=about_adapters(model),
+        extra=model.attached.entries_for_manifest(model) if model.attached else {},
     )
 
 
@@ -312,7 +311,7 @@ def _write_step(
             written,
             contents.trainer,
             contents.sidecar_files,
-            contents.adapters,
+            contents.extra,
         )
 
     write_together(

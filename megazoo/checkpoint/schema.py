@@ -15,12 +15,14 @@ from msgspec import Meta
 
 from megazoo.checkpoint.format import (
     DTYPES,
+    Dtype,
     file_of_rank,
     writing_places,
 )
 from megazoo.errors import UserError
-from megazoo.files import TEMPLATE_FILE, brief, convert
+from megazoo.files import brief, convert
 from megazoo.optim.base import STATES
+from megazoo.sidecars import TEMPLATE_FILE
 
 MOST = 2**53  # every JSON reader represents integers up to this exactly
 Count = Annotated[int, Meta(ge=0, le=MOST)]
@@ -28,13 +30,7 @@ AtLeast1 = Annotated[int, Meta(ge=1, le=MOST)]
 Ranks = Annotated[int, Meta(ge=1, le=2**20)]
 AxisName = Annotated[str, Meta(pattern=r"^[a-z]{1,16}\Z")]
 Crc32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
-Rank = Annotated[int, Meta(ge=1, le=2**20)]  # of an adapter
-Alpha = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
-TargetName = Annotated[str, Meta(min_length=1, max_length=1000)]
 Scale = Annotated[float, Meta(ge=1, le=sys.float_info.max)]
-Dtype = Literal["F32", "BF16", "F16"]  # those of DTYPES
-RunId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}\Z")]
-WandbId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.=~-]{1,128}\Z")]
 
 
 @dataclass
@@ -83,34 +79,9 @@ class TensorInfo:
 
 
 @dataclass
-class AdapterInfo:
-    """The settings of a model's adapters: see `megazoo.lora.LoRASettings`."""
-
-    rank: Rank
-    alpha: Alpha
-    dropout: Annotated[float, Meta(ge=0, lt=1)]
-    targets: Annotated[list[TargetName], Meta(min_length=1, max_length=10_000)]
-    rslora: bool
-    rank_pattern: dict[TargetName, Rank]
-    alpha_pattern: dict[TargetName, Alpha]
-
-
-@dataclass
-class BaseInfo:
-    """The base weights of adapters: see base.py.
-
-    dtype: the dtype of the checksum. path: the directory that the weights were read from; None if
-    they were drawn from the seed.
-    """
-
-    checksum: Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
-    dtype: Dtype
-    path: Annotated[str, Meta(min_length=1, max_length=4096)] | None
-
-
-@dataclass
 class Manifest:
-    """The contents of megazoo.json. Unknown keys are ignored: later versions may add some."""
+    """The contents of megazoo.json. Other keys belong to what was attached to the model; unknown
+    ones are ignored, since later versions may add some."""
 
     format: Literal[1, 2]  # FORMAT_VERSION or FOLDED_VERSION
     family: str
@@ -119,8 +90,6 @@ class Manifest:
     files: dict[str, FileInfo]
     tensors: dict[str, TensorInfo]
     crc32: Crc32
-    adapters: AdapterInfo | None = None
-    base: BaseInfo | None = None
 
 
 @dataclass
@@ -140,44 +109,6 @@ class OptimizerState:
     loss_scale: LossScaleState | None = None
 
 
-@dataclass
-class StreamPosition:
-    """The position at which a streamed source resumes: see `megazoo.data.streaming.Position`."""
-
-    sample: Count
-    epoch: Count
-    document: Count
-    tokens: Count
-    state: dict[str, Any] | None
-    version: Annotated[str, Meta(max_length=100)] = ""
-
-
-@dataclass
-class DataSource:
-    """The fingerprint of a data source, and its position if it is streamed."""
-
-    source: str
-    bytes: Count
-    documents: Count
-    checksum: Count
-    position: StreamPosition | None = None
-
-
-@dataclass
-class TrainingState:
-    """The state of the training program in trainer.json. settings: see
-    `megazoo.cli.run.settings_to_resume`."""
-
-    step: Count
-    consumed_samples: Count
-    consumed_tokens: Count
-    settings: dict[str, Any]
-    wandb_run: WandbId | None = None
-    trackio_run: Annotated[str, Meta(min_length=1, max_length=200)] | None = None
-    run: RunId | None = None
-    data: list[DataSource] | None = None
-
-
 def check_manifest(values: dict, file: Path) -> Manifest:
     """Convert a manifest to its dataclass; UserError with `file` for a value of another type, out
     of range, or that is not a file name."""
@@ -185,7 +116,6 @@ def check_manifest(values: dict, file: Path) -> Manifest:
         for part in ("files", "tensors"):
             convert(values.get(part), dict[str, Any], part)
         manifest = convert({**values, "files": {}, "tensors": {}}, Manifest, "")
-        _check_base(manifest)
         for name, info in values["files"].items():
             _check_file_name(name)
             manifest.files[name] = convert(info, FileInfo, f"files.{name}")
@@ -216,24 +146,6 @@ def _check_file_name(name: str) -> None:
         raise UserError(f"it names a file outside its directory: {name}")
     if "\0" in name or len(name.encode()) > 255:
         raise UserError(f"{brief(name)} can't be the name of a file")
-
-
-def _check_base(manifest: Manifest) -> None:
-    """Raise UserError for adapters without a base, a base without adapters, and unprintable
-    text."""
-    adapters, base = manifest.adapters, manifest.base
-    if (adapters is None) != (base is None):
-        missing = "adapters" if adapters is None else "base"
-        raise UserError(
-            f"{missing} is missing: a checkpoint must contain both adapters and their base, "
-            "or neither"
-        )
-    if adapters is None or base is None:
-        return
-    texts = [*adapters.targets, *adapters.rank_pattern, *adapters.alpha_pattern, base.path or "-"]
-    for text in texts:
-        if not text.isprintable():
-            raise UserError(f"{brief(text)} can't be the name of a target, or of a directory")
 
 
 def _check_tensors(manifest: Manifest) -> None:
@@ -328,8 +240,8 @@ def _length_held(name: str, tensor: TensorInfo, shard: ShardInfo, ranks: int) ->
 
 
 def checked_state(trainer: dict, kind: type, file: Path) -> Any:
-    """Convert a trainer.json to `kind`, OptimizerState or TrainingState. Other keys, which a user
-    may add, are ignored. UserError names `file`."""
+    """Convert a trainer.json to `kind`, a dataclass such as OptimizerState. Other keys are ignored.
+    UserError names `file`."""
     try:
         return convert(trainer, kind, "")
     except UserError as error:

@@ -24,11 +24,11 @@ from megazoo.checkpoint.writing import (
     write_json,
     write_safetensors,
 )
-from megazoo.files import TEMPLATE_FILE, TEMPLATE_FOLDER
 from megazoo.parallel.axes import Axis
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.module import NamedParameter
 from megazoo.parallel.shard import ParameterSpec
+from megazoo.sidecars import TEMPLATE_FILE, TEMPLATE_FOLDER
 
 # A rank's tensors, by file and by global name.
 Files = dict[str, dict[str, tuple[ParameterSpec, torch.Tensor | LazyTensor]]]
@@ -39,7 +39,7 @@ StatesOf = Callable[[NamedParameter, int], Mapping[str, torch.Tensor | LazyTenso
 
 def saved_entries(model: Any) -> list[NamedParameter]:
     """Return the parameters of this rank that a checkpoint holds: all; or, in a model with attached
-    parameters such as adapters, only these and the other trained ones."""
+    parameters, only these and the other trained ones."""
     return [
         entry
         for entry in model.entries()
@@ -128,11 +128,11 @@ def write_manifest(
     written: list[dict],
     trainer: dict,
     sidecar_files: dict[str, bytes],
-    adapters: dict,
+    extra: dict,
 ) -> None:
     """Write trainer.json, the sidecar files and finally the manifest.
 
-    written: the results of `write_rank` of all ranks. adapters: the result of `about_adapters`.
+    written: the results of `write_rank` of all ranks. extra: more entries of the manifest.
     UserError if there are other files in the directory.
     """
     files = {name: info for part in written for name, info in part["files"].items()}
@@ -154,6 +154,6 @@ def write_manifest(
         "layout": layout,
         "files": files,
         "tensors": tensors,
-        **adapters,
+        **extra,
     }
     write_json(directory / MANIFEST, {**manifest, "crc32": manifest_checksum(manifest)})

@@ -43,9 +43,8 @@ class TensorSource:
         return False
 
     @property
-    def about_adapters(self) -> dict:
-        """The entries on adapters in the manifest of a checkpoint that holds only adapters: see
-        format.py."""
+    def extra(self) -> dict:
+        """The entries of a manifest on what was attached to the model, such as adapters."""
         return {}
 
     def verify(self, progress: Callable[[int], object] = lambda _: None) -> None:

@@ -16,8 +16,9 @@ from zlib_ng.zlib_ng import crc32
 
 from megazoo.checkpoint.format import DTYPES
 from megazoo.errors import UserError
-from megazoo.files import TEMPLATE_FOLDER, open_own
+from megazoo.files import open_own
 from megazoo.parallel.staging import pinned
+from megazoo.sidecars import TEMPLATE_FOLDER
 
 PIECE_BYTES = 8 << 20  # of a tensor in memory at a time, while it is written
 BLOCK = 4096  # in bytes: the block size of a disk, or a multiple of it

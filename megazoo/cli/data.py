@@ -22,12 +22,12 @@ from megazoo.data.formats import is_conversation
 from megazoo.data.text_files import first_object, has_objects
 from megazoo.engine.auxiliary import counts_tokens
 from megazoo.environment import is_rank_zero
-from megazoo.files import TEMPLATE_FILE
 from megazoo.models.base import Model
 from megazoo.parallel.collectives import broadcast_from_stage
+from megazoo.sidecars import GENERATION, is_sidecar
 from megazoo.terminal import note_rank_0, print_rank_0
-from megazoo.tokenizer import TOKENIZER_FILES, TOKENIZER_SIDECARS, tokenizer_files
-from megazoo.tokenizer.templates import CHAT_TEMPLATE, with_template
+from megazoo.tokenizer import tokenizer_files
+from megazoo.tokenizer.templates import with_template
 
 
 class Data(NamedTuple):
@@ -97,11 +97,10 @@ def take_along_tokenizer(run: Run, model: Model) -> None:
     formats all conversations."""
     source = run.tokenizer.source
     run.options.data.tokenizer = "byte" if source == "byte" else None
-    others = (*TOKENIZER_FILES, *TOKENIZER_SIDECARS, CHAT_TEMPLATE)
     kept = {
         name: data
         for name, data in model.sidecar_files.items()
-        if name not in others and not TEMPLATE_FILE.fullmatch(name)
+        if name == GENERATION or not is_sidecar(name)
     }
     own, trained = run.tokenizer.chat_template, run.options.data.chat_template
     talks = trained and trains_conversations(run)

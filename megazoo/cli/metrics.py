@@ -72,12 +72,12 @@ class Metrics:
         tensorboard: TensorBoard's directory. Its values after `step` are hidden.
         wandb, trackio: name of the project.
         step: step at which this start of the run begins.
-        runs: the id (wandb_run) and the name (trackio_run) of the runs to resume. By default, new
-            runs are created.
+        runs: the id (wandb) and the name (trackio) of the runs to resume. By default, new runs are
+            created.
         settings: settings to show on the pages of the runs.
 
     Attributes:
-        runs: wandb_run and trackio_run of the open runs.
+        runs: the id (wandb) and the name (trackio) of the open runs.
         lost: for the flag of each failed output, the step and the reason.
 
     Raises:
@@ -109,11 +109,11 @@ class Metrics:
         except OSError as error:
             raise UserError(f"{flag}: {reason_of(error)}", exit_code=1) from error
         if wandb:
-            self.wandb_run = _open_wandb(wandb, runs.get("wandb_run"), settings)
-            self.runs["wandb_run"] = self.wandb_run.id
+            self.wandb_run = _open_wandb(wandb, runs.get("wandb"), settings)
+            self.runs["wandb"] = self.wandb_run.id
         if trackio:
-            self.trackio_run = _open_trackio(trackio, runs.get("trackio_run"), settings)
-            self.runs["trackio_run"] = self.trackio_run.name
+            self.trackio_run = _open_trackio(trackio, runs.get("trackio"), settings)
+            self.runs["trackio"] = self.trackio_run.name
 
     def write(self, step: int, values: dict) -> None:
         """Write the metrics of a step, or of an evaluation after it.

@@ -179,9 +179,8 @@ class Recorder:
             "consumed_tokens": self.consumed_tokens,
             "data": _with_positions(self.run.fingerprints, batches, self.consumed_samples),
         }
-        for key in ("wandb_run", "trackio_run"):
-            if run := self.metrics.runs.get(key) or self.run.state.get(key):
-                trainer[key] = run
+        if runs := {**self.run.state.get("metric_runs", {}), **self.metrics.runs}:
+            trainer["metric_runs"] = runs
         if file := self.run.options.model.import_:
             trainer["import"] = str(file)  # for information: no program imports it
         trainer["settings"] = settings_to_resume(self.run.options)
@@ -266,6 +265,6 @@ def _open_metrics(run: Run, ctx: ParallelContext) -> Metrics:
         log.wandb,
         log.trackio,
         step=run.first_step,
-        runs=run.state,
+        runs=run.state.get("metric_runs"),
         settings=settings,
     )

@@ -7,7 +7,6 @@ from typing import Any
 from megazoo.checkpoint import Checkpoint
 from megazoo.checkpoint.foreign import what_is
 from megazoo.checkpoint.places import CONFIG, LATEST, TRAINER, has_checkpoint
-from megazoo.checkpoint.schema import TrainingState, checked_state
 from megazoo.cli.adapters import Weights, flag_to_go_on, open_weights
 from megazoo.cli.defaults import Defaults, defaults_for, fill_in, of_rows
 from megazoo.cli.flags import typed_settings, with_settings
@@ -20,6 +19,7 @@ from megazoo.cli.options import (
 )
 from megazoo.cli.parsing import CommandLine, run_file
 from megazoo.cli.rules import check_values, model_config, settle_steps
+from megazoo.cli.state import read_state
 from megazoo.environment import restarts
 from megazoo.errors import UserError
 from megazoo.files import brief
@@ -141,9 +141,9 @@ def resumed_state(checkpoint: Checkpoint | None) -> dict:
             "--load-weights-only starts a new run with its weights"
         )
     file = checkpoint.path / TRAINER
-    settings = checked_state(checkpoint.trainer, TrainingState, file).settings
-    _check_kept(settings, file)
-    return {**checkpoint.trainer, "settings": typed_settings(Options, settings, str(file))}
+    state = read_state(checkpoint.trainer, file)
+    _check_kept(state["settings"], file)
+    return {**state, "settings": typed_settings(Options, state["settings"], str(file))}
 
 
 def _check_kept(settings: dict, file: Path) -> None:

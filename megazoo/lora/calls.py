@@ -6,7 +6,6 @@ from pathlib import Path
 
 from torch import nn
 
-from megazoo.checkpoint.base import check_base
 from megazoo.checkpoint.directories import output_directory
 from megazoo.checkpoint.ownership import foreign_to_adapter
 from megazoo.checkpoint.places import MANIFEST, TRAINER
@@ -17,6 +16,7 @@ from megazoo.checkpoint.verifying import verifying
 from megazoo.errors import UserError, check_number, some_of
 from megazoo.hub import name_alone
 from megazoo.layers.linear import refuse_rounded
+from megazoo.lora.manifest import check_base
 from megazoo.lora.matrices import AdapterSource, adaptable_matrices, adapted
 from megazoo.lora.peft import write_adapters
 from megazoo.lora.settings import LORA, LoRASettings, linear_layers, targets_of
@@ -138,7 +138,7 @@ def save(
         return files_of_rank(_Saved(model), lambda entry: entry.parameter, None)
 
     def complete(staging: Path, written: list[dict]) -> None:
-        write_manifest(staging, LORA, settings, ctx, written, {}, {}, adapters={})
+        write_manifest(staging, LORA, settings, ctx, written, {}, {}, extra={})
         shards = Checkpoint(staging, verify=False)
         write_adapters(shards, without_memory(model), settings, staging, base_model_name_or_path)
         for name in (MANIFEST, TRAINER, *(name for part in written for name in part["files"])):

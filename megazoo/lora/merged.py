@@ -5,8 +5,8 @@ from functools import cached_property
 
 import torch
 
-from megazoo.checkpoint.base import check_base_on_disk
 from megazoo.checkpoint.writing import PIECE_BYTES
+from megazoo.lora.manifest import check_base_on_disk
 from megazoo.lora.matrices import AdapterSource, Matrix
 from megazoo.lora.source import SavedAdapters
 from megazoo.models.source import ModelSource

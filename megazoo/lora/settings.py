@@ -7,15 +7,18 @@ layer; in GPT-2, the qkv layer is one target.
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
+from megazoo.checkpoint.reader import Checkpoint
 from megazoo.errors import UserError, check_number, nearest
 from megazoo.layers.experts import ColumnParallelExperts, RowParallelExperts
 from megazoo.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megazoo.layers.router import ReplicatedLinear, Router
 from megazoo.lora.layers import Adapter, Adapters, ExpertAdapters
+from megazoo.lora.manifest import check_same, entries_for_manifest
 from megazoo.models.base import Model
 from megazoo.models.hugging_face.names import HFNames, hf_names
 from megazoo.models.outputs import CLASSIFIER_HEAD
@@ -100,6 +103,15 @@ class LoRASettings:
                 _attach_to(layer, targets, called, self, seed)
         if ours:
             model.attached = self
+
+    def entries_for_manifest(self, model: Any) -> dict:
+        """Return the entries of a checkpoint's manifest: see `megazoo.lora.manifest`."""
+        return entries_for_manifest(model)
+
+    def check_same(self, checkpoint: Checkpoint, model: Any) -> None:
+        """Raise UserError unless a checkpoint has the same adapters, base and trained parameters as
+        the model."""
+        check_same(checkpoint, model)
 
     def rank_of(self, target: "Target") -> int:
         """Return the rank of a target's adapter."""

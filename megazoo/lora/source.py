@@ -1,6 +1,6 @@
 """Adapters on disk: reads those of checkpoints, and opens adapters in any supported format."""
 
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -8,9 +8,11 @@ from typing import Any
 from megazoo.checkpoint.places import has_checkpoint, named_directory
 from megazoo.checkpoint.shards import saved_entries
 from megazoo.errors import UserError
+from megazoo.lora.manifest import stored_in
 from megazoo.lora.matrices import AdapterSource, Matrix, adaptable_matrices, adapted
 from megazoo.lora.peft import ADAPTER_CONFIG, PEFTDirectory, labels_in
 from megazoo.lora.settings import LoRASettings
+from megazoo.models.attachment import holds_adapters
 from megazoo.models.base import Model
 from megazoo.models.pretrained import open_source, with_labels
 from megazoo.models.source import HoldsAdapters, ModelSource, SavedSource
@@ -25,16 +27,15 @@ OF_A_CLASSIFIER = ("num_labels", "pad_token_id", "problem_type")
 class SavedAdapters(SavedSource, AdapterSource):
     """A checkpoint of a model with adapters. It holds only these and the other trained parameters.
 
-    settings: those of the adapters. base_path: the directory of the base model; None if the base
-    was drawn from the seed. specs: all tensors by their global names, also score.weight of a
-    classifier. megazoo/checkpoint/base.py compares the base. UserError if the tensors don't match
-    the config and the settings, or if the checkpoint holds a complete model.
+    settings: those of the adapters. base: their base. base_path: the directory of the base model;
+    None if the base was drawn from the seed. specs: all tensors by their global names, also
+    score.weight of a classifier. manifest.py compares the base. UserError if the tensors don't
+    match the config and the settings, or if the checkpoint holds a complete model.
     """
 
     @property
     def base_path(self) -> Path | None:
-        path = self.manifest["base"]["path"]
-        return path and Path(path)
+        return Path(self.base.path) if self.base.path else None
 
     @cached_property
     def matrices(self) -> list[Matrix]:
@@ -53,18 +54,13 @@ class SavedAdapters(SavedSource, AdapterSource):
         return model
 
     def _check_kind(self) -> None:
-        if not self.about_adapters:
+        if not holds_adapters(self):
             raise UserError(f"{self.path} has no adapters: it holds a complete model")
+        stored, self.base = stored_in(self)
+        values: dict[str, Any] = {**asdict(stored), "targets": tuple(stored.targets)}
+        self.settings = LoRASettings(**values)
 
     def _check_config(self) -> None:
-        stored = self.manifest["adapters"]
-        unknown = stored.keys() - {f.name for f in fields(LoRASettings)}
-        if unknown:
-            raise UserError(
-                f"{self.path}: adapters has the unknown key {min(unknown)}: upgrade megazoo"
-            )
-        values: dict[str, Any] = {**stored, "targets": tuple(stored["targets"])}
-        self.settings = LoRASettings(**values)
         self.settings.check_for(self.model.on_meta(self.config, ParallelContext()))
 
 

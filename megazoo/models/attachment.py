@@ -1,8 +1,16 @@
 """The interface of additional parameters, such as adapters, that can be attached to a model."""
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
+
+from megazoo.checkpoint.source import TensorSource
+
+if TYPE_CHECKING:
+    from megazoo.checkpoint.reader import Checkpoint
+
+# The entries of a manifest on what is attached: see megazoo/lora/manifest.py.
+ADAPTERS, BASE = "adapters", "base"
 
 
 class Attachment(Protocol):
@@ -18,3 +26,17 @@ class Attachment(Protocol):
         The specs of the new parameters have `added` set. All other parameters are frozen, except a
         classifier's head.
         """
+
+    def entries_for_manifest(self, model: Any) -> dict:
+        """Return the entries, of JSON types, that a checkpoint of the model stores in its manifest
+        with the trained parameters. Every rank of a replica calls it."""
+
+    def check_same(self, checkpoint: "Checkpoint", model: Any) -> None:
+        """Raise UserError unless a checkpoint has the same attachment, trained parameters and base
+        weights as the model. Every rank of a replica calls it before it loads the checkpoint."""
+
+
+def holds_adapters(source: TensorSource) -> bool:
+    """Return whether an open source is a checkpoint that holds only adapters and the parameters
+    that were trained with them."""
+    return not source.extra.keys().isdisjoint((ADAPTERS, BASE))

@@ -38,10 +38,10 @@ def main(arguments: list[str]) -> None:
     print(f"{source.path}")
     whole = parameter_count(source.config)
     if isinstance(source, SavedAdapters):
-        base = source.manifest["base"]
+        base = source.base
         print(f"  adapters    of {describe(source.settings)}: {count:,} parameters")
-        path = base["path"] or "not read from a directory"
-        print(f"  base        {path}, checksum {base['checksum']} in {base['dtype']}")
+        path = base.path or "not read from a directory"
+        print(f"  base        {path}, checksum {base.checksum} in {base.dtype}")
     print(f"  model       {family_of(source.config)}, {whole:,} parameters")
     print(f"  config      {', '.join(f'{name} {value}' for name, value in settings)}")
     print(f"  dtypes      {', '.join(sorted(dtypes))}")

@@ -9,9 +9,10 @@ from megazoo.errors import UserError
 from megazoo.files import json_object, read_bytes
 from megazoo.gguf_file import is_gguf, read_gguf
 from megazoo.hub import local_directory
+from megazoo.sidecars import CHAT_TEMPLATE, TOKENIZER_FILES, TOKENIZER_SIDECARS, template_files_in
 from megazoo.tokenizer.base import EncodedBatch, Stream, Tokenizer
 from megazoo.tokenizer.byte import ByteTokenizer
-from megazoo.tokenizer.complete import with_whole_config
+from megazoo.tokenizer.complete import has_tokenizer, sidecar_files_in, with_whole_config
 from megazoo.tokenizer.gguf import has_vocabulary, tokenizer_files_of
 from megazoo.tokenizer.hugging_face import (
     from_tokenizer_json,
@@ -21,24 +22,18 @@ from megazoo.tokenizer.hugging_face import (
 from megazoo.tokenizer.pipeline import from_pipeline
 from megazoo.tokenizer.ranks import LINE, from_ranks
 from megazoo.tokenizer.sentence_piece import from_sentencepiece
-from megazoo.tokenizer.settings import SETTINGS_FILES, TokenizerSettings, read_settings
-from megazoo.tokenizer.templates import CHAT_TEMPLATE, template_files_in
+from megazoo.tokenizer.settings import TokenizerSettings, read_settings
 
 __all__ = [
-    "TOKENIZER_FILES",
-    "TOKENIZER_SIDECARS",
     "ByteTokenizer",
     "EncodedBatch",
     "Stream",
     "Tokenizer",
     "has_tokenizer",
     "open_tokenizer",
+    "sidecar_files_in",
     "tokenizer_files",
-    "with_whole_config",
 ]
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-TOKENIZER_SIDECARS = ("merges.txt", *SETTINGS_FILES)  # optional files in the same directory
 
 
 def open_tokenizer(where: str | Path) -> Tokenizer:
@@ -70,11 +65,6 @@ def open_tokenizer(where: str | Path) -> Tokenizer:
     tokenizer = _from_file(files[0], settings)
     tokenizer.source = str(where)
     return tokenizer
-
-
-def has_tokenizer(directory: Path) -> bool:
-    """Return whether a directory contains tokenizer files."""
-    return any((directory / name).is_file() for name in TOKENIZER_FILES)
 
 
 def tokenizer_files(where: str | Path, *, templates: bool = False) -> dict[str, bytes]:

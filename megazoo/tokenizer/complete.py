@@ -6,19 +6,29 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megazoo.errors import UserError
-from megazoo.files import json_object
+from megazoo.files import json_object, read_bytes
+from megazoo.sidecars import GENERATION, SIDECAR_FILES, TOKENIZER_FILES, template_files_in
 from megazoo.tokenizer.classes import class_of
 from megazoo.tokenizer.hugging_face import GPT2_CLASSES
 from megazoo.tokenizer.ranks import LINE
 from megazoo.tokenizer.sentence_piece import CLASSES
-from megazoo.tokenizer.settings import (
-    CONFIG,
-    GENERATION,
-    ROLES,
-    TokenizerSettings,
-    ids_in,
-    read_settings,
-)
+from megazoo.tokenizer.settings import CONFIG, ROLES, TokenizerSettings, ids_in, read_settings
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Return whether a directory contains tokenizer files."""
+    return any((directory / name).is_file() for name in TOKENIZER_FILES)
+
+
+def sidecar_files_in(directory: Path) -> dict[str, bytes]:
+    """Return the contents of a model's sidecar files by name, including those of
+    additional_chat_templates.
+
+    The tokenizer_config.json also holds what only config.json says about the tokenizer.
+    """
+    names = (*SIDECAR_FILES, *template_files_in(directory))
+    files = {name: read_bytes(directory / name) for name in names if (directory / name).is_file()}
+    return with_whole_config(directory, files) if has_tokenizer(directory) else files
 
 
 def with_whole_config(directory: Path, files: Mapping[str, bytes]) -> dict[str, bytes]:

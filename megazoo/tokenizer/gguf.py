@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 import sentencepiece
 
 from megazoo.errors import UserError
-from megazoo.files import TEMPLATE_FOLDER, TEMPLATE_NAME, convert
+from megazoo.files import convert
+from megazoo.sidecars import CHAT_TEMPLATE, TEMPLATE_FOLDER, TEMPLATE_NAME
 from megazoo.tokenizer.added import AddedToken
 from megazoo.tokenizer.base import Tokenizer
 from megazoo.tokenizer.byte_bpe import LLAMA3_PATTERN
 from megazoo.tokenizer.sentence_piece import SPACE, SentencePieceTokenizer
-from megazoo.tokenizer.templates import CHAT_TEMPLATE, DEFAULT
+from megazoo.tokenizer.templates import DEFAULT
 
 TEMPLATE = "tokenizer.chat_template"  # the key of the default template; other keys begin with it
 

@@ -8,14 +8,13 @@ from typing import Any, Literal, NoReturn, TypeVar
 
 from megazoo.errors import UserError
 from megazoo.files import brief, json_object, malformed, read_bytes
+from megazoo.sidecars import GENERATION, SETTINGS_FILES
 from megazoo.tokenizer.added import AddedToken
 from megazoo.tokenizer.base import Side, Tokenizer
 from megazoo.tokenizer.classes import DEFAULTS, class_of
 from megazoo.tokenizer.templates import chat_templates_in
 
-CONFIG, MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
-SETTINGS_FILES = (CONFIG, MAP, ADDED)
-GENERATION = "generation_config.json"
+CONFIG, MAP, ADDED = SETTINGS_FILES
 Own = TypeVar("Own", bound=Tokenizer)
 ROLES = ("bos", "eos", "pad")
 # The names of special tokens that every tokenizer of transformers has.

@@ -5,29 +5,16 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megazoo.errors import UserError
-from megazoo.files import (
+from megazoo.files import brief, json_object, malformed, read_bytes
+from megazoo.sidecars import (
+    CHAT_TEMPLATE,
     TEMPLATE_FILE,
     TEMPLATE_FOLDER,
     TEMPLATE_NAME,
-    brief,
-    json_object,
-    malformed,
-    read_bytes,
+    template_files_in,
 )
 
-CHAT_TEMPLATE = "chat_template.jinja"
 DEFAULT = "default"
-
-
-def template_files_in(directory: Path) -> list[str]:
-    """Return the names of the files in additional_chat_templates, such as
-    additional_chat_templates/tool_use.jinja. Other names than letters, digits, _ and - are
-    skipped."""
-    folder = directory / TEMPLATE_FOLDER
-    names = (f"{TEMPLATE_FOLDER}/{path.name}" for path in sorted(folder.glob("*.jinja")))
-    return [
-        name for name in names if TEMPLATE_FILE.fullmatch(name) and (directory / name).is_file()
-    ]
 
 
 def chat_templates_in(directory: Path, config: Mapping = {}) -> dict[str, str]:

@@ -16,6 +16,7 @@ from megazoo.checkpoint.format import manifest_checksum
 from megazoo.checkpoint.schema import TensorInfo, _elements_held
 from megazoo.cli.parsing import CommandLine
 from megazoo.cli.settings import resumed_state
+from megazoo.cli.state import read_state
 from megazoo.errors import UserError
 from megazoo.models.source import SavedModel
 from megazoo.parallel import ParallelContext
@@ -302,6 +303,10 @@ TRAINER = {
     "samples": (lambda t: t.update(consumed_samples=10**30), "consumed_samples is 1000"),
     "tokens": (lambda t: t.update(consumed_tokens=math.nan), "consumed_tokens is nan: it must"),
     "wandb_run": (lambda t: t.update(wandb_run="../x"), "wandb_run is '../x': it must be a str"),
+    "a metrics run": (
+        lambda t: t.update(metric_runs={"mlflow": "../x"}),
+        r"metric_runs\[...\] has a wrong value: it must be a str",
+    ),
     "run": (lambda t: t.update(run="a b"), "run is 'a b': it must be a string"),
     "data": (lambda t: t.update(data=[{"source": 1}]), r"data\[0\]"),
 }
@@ -313,6 +318,17 @@ def test_a_forged_trainer_json_is_refused_when_the_run_goes_on(forged):
         with pytest.raises(UserError, match=message) as refused:
             resumed(path)
         assert "trainer.json" in str(refused.value), case
+
+
+def test_runs_of_metrics_outputs_are_read_from_earlier_checkpoints(tmp_path):
+    state = {"step": 1, "consumed_samples": 1, "consumed_tokens": 8, "settings": {}}
+    earlier = {**state, "wandb_run": "a1", "trackio_run": "quiet river"}
+    runs = read_state(earlier, tmp_path)["metric_runs"]
+    assert runs == {"wandb": "a1", "trackio": "quiet river"}
+    assert read_state({**earlier, "metric_runs": {"wandb": "b"}}, tmp_path)["metric_runs"] == {
+        "wandb": "b",
+        "trackio": "quiet river",
+    }
 
 
 def test_settings_that_a_run_keeps_are_taken_and_text_is_never_a_flag_or_path(forged):

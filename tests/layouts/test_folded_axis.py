@@ -9,9 +9,9 @@ import torch
 
 import megazoo
 from megazoo.checkpoint import Checkpoint, load, save
-from megazoo.checkpoint.base import checksum_of
 from megazoo.checkpoint.ownership import foreign_entry, remove
 from megazoo.errors import UserError
+from megazoo.lora.checksum import checksum_of
 from megazoo.models.registry import FAMILIES
 from megazoo.models.resharding import write_shards
 from megazoo.models.source import SavedModel

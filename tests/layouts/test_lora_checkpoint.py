@@ -12,9 +12,11 @@ import torch
 from safetensors.torch import load_file
 
 import megazoo
-from megazoo.checkpoint import Checkpoint, base, load, save
+from megazoo.checkpoint import Checkpoint, load, save
 from megazoo.checkpoint.format import manifest_checksum
 from megazoo.errors import UserError
+from megazoo.lora import checksum as sums
+from megazoo.lora.manifest import entries_for_manifest
 from megazoo.lora.settings import is_adapter
 from megazoo.lora.source import SavedAdapters
 from megazoo.models.llama import LlamaConfig
@@ -65,7 +67,7 @@ def checksum_by_hand(tensors: dict) -> str:
 
 def checksum(config, layout):
     model = randomize(megazoo.from_config(config, context(**layout), seed=3))
-    return base.checksum_of(model.entries(), model, torch.float32)
+    return sums.checksum_of(model.entries(), model, torch.float32)
 
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
@@ -106,23 +108,23 @@ CHANGES = [one_ulp, swapped_elements, swapped_rows, swapped_tensors]
 @torch.no_grad()
 def test_another_base_has_another_checksum(dtype):
     model = megazoo.from_config(LLAMA, dtype=dtype, seed=3)
-    found = [base.checksum_of(model.entries(), model, dtype)]
-    assert base.checksum_of(model.entries(), model, dtype) == found[0]
+    found = [sums.checksum_of(model.entries(), model, dtype)]
+    assert sums.checksum_of(model.entries(), model, dtype) == found[0]
     for change in CHANGES:  # of what the ones before have changed
         change(model)
-        found.append(base.checksum_of(model.entries(), model, dtype))
+        found.append(sums.checksum_of(model.entries(), model, dtype))
         assert len(set(found)) == len(found), change
 
 
 def test_the_checksum_is_computed_once(monkeypatch):
     model = megazoo.lora.add(megazoo.from_config(LLAMA, seed=3))
-    first = base.about_adapters(model)
-    monkeypatch.setattr(base, "_factors", None)
-    assert base.about_adapters(model) == first
+    first = entries_for_manifest(model)
+    monkeypatch.setattr(sums, "_factors", None)
+    assert entries_for_manifest(model) == first
     with torch.no_grad():
         one_ulp(model)
     with pytest.raises(TypeError):
-        base.about_adapters(model)
+        entries_for_manifest(model)
 
 
 def run(
@@ -210,7 +212,7 @@ def test_a_step_holds_the_adapters_alone(saved):
     assert states.keys() == {f"{n}.{s}" for n in weights for s in ("exp_avg", "exp_avg_sq")}
     header = 200 * len(weights) * 3  # of JSON, for each tensor
     assert sum(file.stat().st_size for file in saved.glob("*.safetensors")) < 12 * count + header
-    about = Checkpoint(saved).about_adapters
+    about = Checkpoint(saved).extra
     assert about["adapters"] == {
         "rank": 2, "alpha": 16, "dropout": 0.0, "targets": ["q", "v"], "rslora": False,
         "rank_pattern": {}, "alpha_pattern": {},
@@ -234,7 +236,7 @@ def on_another_base(path, layout):
         with pytest.raises(UserError) as caught:
             load(Checkpoint(path), model)
         told.append(str(caught.value))
-        found = base.checksum_of((e for e in model.entries() if not is_adapter(e.name)), model,
+        found = sums.checksum_of((e for e in model.entries() if not is_adapter(e.name)), model,
                                  torch.float32)  # fmt: skip
         assert told[-1].endswith(f", that of the model's weights is {found}")
     return told
@@ -301,7 +303,7 @@ def test_resharding_keeps_every_bit(saved, tmp_path, layout):
     write_shards(source, tmp_path / "cut", *layout)
     cut = SavedAdapters(tmp_path / "cut")
     assert (cut.layout["tp"], cut.layout["pp"]) == layout
-    assert cut.about_adapters == source.about_adapters
+    assert cut.extra == source.extra
     assert cut.tensors.keys() == source.tensors.keys()
     one = ParallelContext()
     for name in source.tensors:
@@ -411,7 +413,7 @@ def test_kinds_of_checkpoints_are_told_apart(saved, tmp_path):
     with pytest.raises(UserError, match="has no adapters: it holds a complete model"):
         SavedAdapters(whole)
     for checkpoint, model, message in [
-        (saved, megazoo.from_config(LLAMA, seed=3), "but the model has none: load them with megaz"),
+        (saved, megazoo.from_config(LLAMA, seed=3), "model has nothing attached: load adapters wi"),
         (whole, fresh(), r"has no adapters, but the model has: load it before megazoo\.lora\.add"),
         (saved, fresh(rank=4), "has adapters with rank 2, but the model's adapters have 4"),
         (

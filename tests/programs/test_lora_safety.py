@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 import megazoo
 from megazoo import pretrain
-from megazoo.checkpoint.base import check_base_on_disk
 from megazoo.errors import UserError
+from megazoo.lora.manifest import check_base_on_disk
 from megazoo.lora.source import SavedAdapters
 from megazoo.models.pretrained import open_source
 from megazoo.parallel.context import ParallelContext

@@ -19,13 +19,13 @@ ROOT = Path(__file__).parents[2]
 # From what knows nothing to what knows all. Parts of one line know nothing of each other.
 ORDER = [
     ("constants", "errors"),
-    ("files", "lazy", "environment", "torch_internals", "callbacks"),
+    ("files", "sidecars", "lazy", "environment", "torch_internals", "callbacks"),
     ("terminal",),
     ("hub", "gguf_file"),
-    ("tokenizer", "parallel"),
+    ("parallel",),
     ("layers",),
     ("engine", "optim"),
-    ("checkpoint",),
+    ("checkpoint", "tokenizer"),
     ("generate",),
     ("models",),
     ("data", "evaluation", "lora", "planning"),

@@ -95,9 +95,10 @@ class StopSignal:
         if before is not None and now - before > PATIENCE and not self._said:
             self._said = True
             self._say_steps_are_long(now - before)
+        noted = self.noted  # before the parent is asked: the kernel changes it before it signals
         orphaned = is_child_of_launcher() and os.getppid() != self._parent
         # On the CPU, so that no device synchronization is needed.
-        number = torch.tensor(self.LAUNCHER_DIED if orphaned else self.noted)
+        number = torch.tensor(self.LAUNCHER_DIED if orphaned else noted)
         all_reduce_over(number, self.ctx.axes, dist.ReduceOp.MAX)
         if not number:
             return None

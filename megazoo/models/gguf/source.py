@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from megazoo.checkpoint.format import GENERATION
 from megazoo.checkpoint.generation import generation_config
 from megazoo.checkpoint.tensor_files import TensorFiles
 from megazoo.checkpoint.writing import json_bytes
@@ -25,6 +24,7 @@ from megazoo.models.hugging_face.directory import HuggingFaceDirectory
 from megazoo.models.hugging_face.names import hf_names
 from megazoo.models.registry import config_from_hugging_face
 from megazoo.parallel.shard import ParameterSpec, Piece, in_parts
+from megazoo.sidecars import GENERATION
 from megazoo.tokenizer.gguf import has_vocabulary, tokenizer_files_of
 
 if TYPE_CHECKING:

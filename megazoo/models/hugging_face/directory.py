@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from megazoo.checkpoint.format import GENERATION, sidecar_files_in
 from megazoo.checkpoint.generation import TOKEN_IDS, generation_config, with_token_ids
 from megazoo.checkpoint.places import CONFIG
 from megazoo.checkpoint.tensor_files import TensorFiles, pieces_of_file
@@ -22,6 +21,8 @@ from megazoo.models.hugging_face.names import HFNames, Run, check_names, hf_name
 from megazoo.models.registry import config_from_file
 from megazoo.models.source import ModelSource
 from megazoo.parallel.shard import Box, ParameterSpec, Piece, overlap
+from megazoo.sidecars import GENERATION
+from megazoo.tokenizer import sidecar_files_in
 
 OF_CONFIG = (*TOKEN_IDS, *(name for name in (*OF_FILES, *NOT_APPLIED) if name not in TOKEN_IDS))
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")

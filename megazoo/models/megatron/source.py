@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from megazoo.checkpoint.format import DTYPES, GENERATION, sidecar_files_in
+from megazoo.checkpoint.format import DTYPES
 from megazoo.checkpoint.generation import generation_config
 from megazoo.checkpoint.tensor_files import pieces_of_file
 from megazoo.errors import UserError, advise, some_of
@@ -19,7 +19,8 @@ from megazoo.models.megatron.names import EMBEDDING, HEAD, kind_of, their_names
 from megazoo.models.megatron.tensors import place_in
 from megazoo.models.source import ModelSource
 from megazoo.parallel.shard import Box, ParameterSpec, Piece, overlap, volume
-from megazoo.tokenizer import has_tokenizer, open_tokenizer
+from megazoo.sidecars import GENERATION
+from megazoo.tokenizer import has_tokenizer, open_tokenizer, sidecar_files_in
 
 TRACKER = "latest_checkpointed_iteration.txt"
 ROWS = 1 << 10  # of the vocabulary that are compared together

@@ -9,16 +9,15 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 import megazoo
 from megazoo import pretrain
 from megazoo.checkpoint import Checkpoint
-from megazoo.checkpoint.format import sidecar_files_in
 from megazoo.checkpoint.ownership import foreign_entry, remove
 from megazoo.checkpoint.schema import check_manifest
 from megazoo.checkpoint.writing import write_atomically
 from megazoo.errors import UserError
-from megazoo.files import TEMPLATE_FOLDER
 from megazoo.models.hugging_face.export import write_hugging_face
 from megazoo.models.pretrained import open_source
-from megazoo.tokenizer import open_tokenizer, tokenizer_files
-from megazoo.tokenizer.templates import CHAT_TEMPLATE, with_template
+from megazoo.sidecars import CHAT_TEMPLATE, TEMPLATE_FOLDER
+from megazoo.tokenizer import open_tokenizer, sidecar_files_in, tokenizer_files
+from megazoo.tokenizer.templates import with_template
 from tests.support.training import tiny_config
 
 NAMED = {f"{TEMPLATE_FOLDER}/tool_use.jinja": b"of tools", f"{TEMPLATE_FOLDER}/rag-2.jinja": b"r"}

@@ -6,10 +6,9 @@ import shutil
 import pytest
 from transformers import AutoTokenizer
 
-from megazoo.checkpoint.format import sidecar_files_in
 from megazoo.data.cache import cached_tokens
 from megazoo.programs.train_tokenizer import CONFIG
-from megazoo.tokenizer import open_tokenizer, tokenizer_files
+from megazoo.tokenizer import open_tokenizer, sidecar_files_in, tokenizer_files
 from megazoo.tokenizer.ranks import special_tokens
 from tests.support.tokenizer_files import LLAMA3_SPECIAL, TOKENS
 

@@ -1,27 +1,20 @@
-"""Identifies the base of a checkpoint that holds only adapters: the weights that the checkpoint
-omits.
+"""A checksum of weights that is the same in every parallel layout.
 
-The base is identified by a checksum: a sum mod 2**64 over the elements of all omitted weights. Each
-summand is the element's bits, times an odd number for each of its indices in the global tensor. The
-odd numbers also depend on the tensor's name and shape. So each rank sums its elements in any order,
-and the result is the same in every parallel layout. If one element differs, the checksum differs.
-If elements have changed places, it differs except with a probability of at most 2**-32. The
-checksum detects accidental changes, not forgery.
+It is a sum mod 2**64 over the elements. Each summand is the element's bits, times an odd number
+for each of its indices in the global tensor. The odd numbers also depend on the tensor's name and
+shape. So each rank sums its elements in any order, and the result is the same in every parallel
+layout. If one element differs, the checksum differs. If elements have changed places, it differs
+except with a probability of at most 2**-32. The checksum detects accidental changes, not forgery.
 """
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import asdict
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 
-from megazoo.checkpoint.format import DTYPES
-from megazoo.checkpoint.reader import Checkpoint
-from megazoo.checkpoint.shards import saved_entries
 from megazoo.checkpoint.source import TensorSource
-from megazoo.errors import UserError, advise
 from megazoo.parallel.collectives import all_reduce_over
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.module import NamedParameter
@@ -45,44 +38,6 @@ class _Sums(NamedTuple):
 _known: WeakKeyDictionary = WeakKeyDictionary()
 
 
-def about_adapters(model: Any) -> dict:
-    """Return the manifest's entries on a model's adapters and their base; none if the model has no
-    adapters. Every rank of a replica calls it."""
-    if not model.attached:
-        return {}
-    held = {entry.name for entry in saved_entries(model)}
-    left_out = [entry for entry in model.entries() if entry.name not in held]
-    path = model.weights_path or ""
-    base = {
-        "checksum": checksum_of(left_out, model, model.dtype),
-        "dtype": DTYPES[model.dtype],
-        "path": path if path.isprintable() and path else None,
-    }
-    return {"adapters": asdict(model.attached), "base": base}
-
-
-def check_base(checkpoint: Checkpoint, model: Any) -> None:
-    """Raise UserError if the adapters of a checkpoint belong to other weights than the model's.
-    Every rank of a replica calls it.
-
-    Weights of higher precision are rounded to the dtype in which the adapters were trained. Weights
-    of lower precision can't be compared; then a warning is given.
-    """
-    base = checkpoint.manifest["base"]
-    dtype = next(dtype for dtype, text in DTYPES.items() if text == base["dtype"])
-    if model.dtype not in (dtype, torch.float32):
-        if model.ctx.rank == 0:
-            advise(
-                f"the base of {checkpoint.path} can't be compared with the model's weights: they "
-                f"are {_short(model.dtype)}, but the adapters were trained in {_short(dtype)}"
-            )
-        return
-    left_out = [entry for entry in model.entries() if entry.name not in checkpoint.tensors]
-    found = checksum_of(left_out, model, dtype)
-    if found != base["checksum"]:
-        raise _another_base(checkpoint, found, model.weights_path)
-
-
 def checksum_of(entries: Iterable[NamedParameter], model: Any, dtype: torch.dtype) -> str:
     """Return the checksum of weights in a dtype, as 16 hexadecimal digits.
 
@@ -101,38 +56,21 @@ def checksum_of(entries: Iterable[NamedParameter], model: Any, dtype: torch.dtyp
     return f"{total.item() % 2**64:016x}"
 
 
-def check_base_on_disk(
-    checkpoint: Checkpoint, entries: Iterable[NamedParameter], weights: TensorSource
-) -> None:
-    """Raise UserError if the adapters of a checkpoint belong to other weights than those on disk.
+def checksum_on_disk(
+    entries: Iterable[NamedParameter], weights: TensorSource, dtype: torch.dtype
+) -> str:
+    """Return the checksum of weights on disk, which are read a few megabytes at a time.
 
-    The weights are read, a few megabytes at a time. entries: the parameters of the complete model.
+    entries: the parameters of the complete model that are counted.
     """
-    base = checkpoint.manifest["base"]
-    dtype = next(dtype for dtype, text in DTYPES.items() if text == base["dtype"])
-    total, there = 0, {*weights.specs, *checkpoint.tensors}
+    total = 0
     for entry in entries:
-        if entry.name not in there:
-            raise UserError(
-                f"{weights.path} has no {entry.name}: it is not the base of {checkpoint.path}"
-            )
-        whole = tuple((0, size) for size in entry.spec.shape)
-        for box in in_parts(whole, READ_AT_ONCE) if entry.name not in checkpoint.tensors else ():
+        bounds = tuple((0, size) for size in entry.spec.shape)
+        for box in in_parts(bounds, READ_AT_ONCE):
             values = torch.empty([stop - start for start, stop in box], dtype=dtype)
             weights.read_pieces(entry.name, values, entry.spec, [Piece(box, (0,) * len(box))])
             total += _sum_of_box(entry.name, entry.spec, box, values)
-    found = f"{total % 2**64:016x}"
-    if found != base["checksum"]:
-        raise _another_base(checkpoint, found, str(weights.path))
-
-
-def _another_base(checkpoint: Checkpoint, found: str, path: str | None) -> UserError:
-    base = checkpoint.manifest["base"]
-    expected, actual = base["path"] or "drawn from --seed", f" ({path})" if path else ""
-    return UserError(
-        f"the adapters of {checkpoint.path} belong to another base: its checksum is "
-        f"{base['checksum']} ({expected}), that of the model's weights is {found}{actual}"
-    )
+    return f"{total % 2**64:016x}"
 
 
 @torch.no_grad()
@@ -194,7 +132,3 @@ def _shifted(numbers: torch.Tensor, bits: int) -> torch.Tensor:
 def _signed(number: int) -> int:
     """Return the int64 that is equal to a number mod 2**64."""
     return (number + 2**63) % 2**64 - 2**63
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
