@@ -135,15 +135,17 @@ def convert(value: Any, kind: Any, name: str, **options: Any) -> Any:
     try:
         return msgspec.convert(value, kind, **options)
     except msgspec.ValidationError as error:
-        reason, _, place = str(error).partition(" - at `$")
-        place = place.rstrip("`")
+        reason, _, place = str(error).partition(" - at `")
+        place, in_key = re.subn(r"^key` in `", "", place)
+        place = place.removeprefix("$").rstrip("`")
         for key, index in re.findall(r"\.(\w+)|\[(\d+)\]", place):
             value = value[key] if key else value[int(index)]
         where = f"{name}{place}".removeprefix(".")
         if missing := re.fullmatch(r"Object missing required field `(.*)`", reason):
             raise UserError(f"{where} has no {missing[1]}".strip()) from None
-        if "[...]" in place:  # a value of a dictionary: msgspec omits the key
-            raise UserError(f"{where} has a wrong value: {_rule(reason, kind)}") from None
+        if in_key or "[...]" in place:  # of a dictionary: msgspec omits the key
+            what = "key" if in_key else "value"
+            raise UserError(f"{where} has a wrong {what}: {_rule(reason, kind)}") from None
         raise UserError(f"{where} is {brief(value)}: {_rule(reason, kind)}") from None
     except UnicodeEncodeError as error:
         raise UserError(f"{name or 'a text'} is not valid Unicode: {error}") from None

@@ -10,9 +10,10 @@ A tensor that is sharded over an axis folded into dp x cp has a list of shards. 
 unless that is tp, and the name of the file also has the rank along the axis. The layout then has
 the sizes of the axes, "folded": {"ep": 2}, and the format is 2; otherwise the format is 1.
 
-The checkpoint of a model with an attachment, such as adapters, holds only its parameters and the
-other trained ones. The manifest then has more keys, which belong to the attachment: see
-megazoo/lora/manifest.py.
+The checkpoint of a model with an attachment, which is adapters, holds only the attached parameters
+and the other trained ones. It has two more keys, whose values the attachment writes and checks:
+
+    adapters, base           see megazoo/lora/manifest.py
 
 places.py describes which files there are, and when they appear.
 """
@@ -29,6 +30,7 @@ from zlib_ng.zlib_ng import crc32
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.shard import ParameterSpec, Place, Shard
 
+ATTACHED = ADAPTERS, BASE = "adapters", "base"  # the keys on what is attached to the model
 FORMAT_VERSION, FOLDED_VERSION = 1, 2  # the latter with tensors sharded over folded axes
 Dtype = Literal["F32", "BF16", "F16"]
 DTYPES: dict[torch.dtype, Dtype] = {

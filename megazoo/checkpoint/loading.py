@@ -22,8 +22,8 @@ def load(checkpoint: Checkpoint, model: Any, optimizer: AdamW | None = None) -> 
     """Load this rank's shard of a checkpoint into a model and optimizer. Every rank calls it.
 
     The checkpoint may have any parallel layout. A checkpoint of a run with an attachment, such as
-    adapters, holds only the trained parameters; the model must have the same one, and the base
-    weights.
+    adapters, holds only the trained parameters; the model must have the same attachment, and the
+    base weights.
 
     Args:
         checkpoint: the open checkpoint.
@@ -45,8 +45,11 @@ def load(checkpoint: Checkpoint, model: Any, optimizer: AdamW | None = None) -> 
     with propagate_errors(ctx):
         if model.attached:
             model.attached.check_same(checkpoint, model)
-        elif checkpoint.extra:
-            _refuse_part(checkpoint, model)
+        elif checkpoint.attached:
+            raise UserError(
+                f"{checkpoint.path} holds only adapters, but the model has none: load them with "
+                "megazoo.lora.load"
+            )
         if optimizer:
             _check_states(checkpoint, optimizer)
             checked_state(checkpoint.trainer, OptimizerState, checkpoint.path / TRAINER)
@@ -77,17 +80,6 @@ def load(checkpoint: Checkpoint, model: Any, optimizer: AdamW | None = None) -> 
             model.sidecar_files = checkpoint.sidecar_files if ctx.rank == 0 else {}
             model.generation = checkpoint.generation
     return trainer
-
-
-def _refuse_part(checkpoint: Checkpoint, model: Any) -> None:
-    """Raise UserError if a checkpoint with entries of an attachment lacks parameters of a model
-    without one."""
-    if any(entry.name not in checkpoint.tensors for entry in saved_entries(model)):
-        parts = " and ".join(checkpoint.extra)
-        raise UserError(
-            f"{checkpoint.path} holds only a part of a model, with entries for {parts}, but this "
-            "model has nothing attached: load adapters with megazoo.lora.load"
-        )
 
 
 def _name_of_weights(checkpoint: Checkpoint, entry: NamedParameter) -> str:

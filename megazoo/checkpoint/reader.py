@@ -3,7 +3,6 @@
 import json
 import stat
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import fields
 from functools import cached_property
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch
 from zlib_ng.zlib_ng import crc32
 
 from megazoo.checkpoint.format import (
+    ATTACHED,
     DTYPES,
     FOLDED_VERSION,
     FORMAT_VERSION,
@@ -21,7 +21,7 @@ from megazoo.checkpoint.format import (
 )
 from megazoo.checkpoint.generation import generation_config
 from megazoo.checkpoint.places import MANIFEST, TRAINER, find_checkpoint
-from megazoo.checkpoint.schema import Manifest, check_manifest, check_tensors
+from megazoo.checkpoint.schema import check_manifest, check_tensors
 from megazoo.checkpoint.source import TensorSource
 from megazoo.checkpoint.tensor_files import crc32_of, pieces_of_file
 from megazoo.errors import UserError
@@ -128,9 +128,8 @@ class Checkpoint(TensorSource):
         return any(self.states_of(name) for name in self.tensors)
 
     @property
-    def extra(self) -> dict:
-        known = {field.name for field in fields(Manifest)}
-        return {key: value for key, value in self.manifest.items() if key not in known}
+    def attached(self) -> dict:
+        return {key: self.manifest[key] for key in ATTACHED if self.manifest.get(key) is not None}
 
     def states_of(self, name: str) -> list[str]:
         return [state for state in STATES if f"{name}.{state}" in self.tensors]

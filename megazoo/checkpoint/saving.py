@@ -230,7 +230,7 @@ class _StepContents(NamedTuple):
     files: Files
     trainer: dict
     sidecar_files: dict[str, bytes]
-    extra: dict  # entries of the manifest on what is attached to the model
+    attached: dict  # entries of the manifest on what is attached to the model
 
     def copied(self, copies: Copies) -> "_StepContents":
         """Return a copy in separate memory on the CPU.
@@ -268,7 +268,7 @@ def _contents_of_step(
         files=files_of_rank(model, lambda entry: entry.parameter, states_of),
         trainer={**trainer, "step": step},
         sidecar_files=model.sidecar_files,
-        extra=model.attached.entries_for_manifest(model) if model.attached else {},
+        attached=model.attached.entries_for_manifest(model) if model.attached else {},
     )
 
 
@@ -311,7 +311,7 @@ def _write_step(
             written,
             contents.trainer,
             contents.sidecar_files,
-            contents.extra,
+            contents.attached,
         )
 
     write_together(

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from megazoo.checkpoint.format import (
+    ATTACHED,
     DTYPES,
     Dtype,
     file_of_rank,
@@ -80,8 +81,10 @@ class TensorInfo:
 
 @dataclass
 class Manifest:
-    """The contents of megazoo.json. Other keys belong to what was attached to the model; unknown
-    ones are ignored, since later versions may add some."""
+    """The contents of megazoo.json. Unknown keys are ignored: later versions may add some.
+
+    adapters, base: what is attached to the model. Their values are checked by megazoo.lora.
+    """
 
     format: Literal[1, 2]  # FORMAT_VERSION or FOLDED_VERSION
     family: str
@@ -90,6 +93,8 @@ class Manifest:
     files: dict[str, FileInfo]
     tensors: dict[str, TensorInfo]
     crc32: Crc32
+    adapters: dict[str, Any] | None = None
+    base: dict[str, Any] | None = None
 
 
 @dataclass
@@ -116,6 +121,7 @@ def check_manifest(values: dict, file: Path) -> Manifest:
         for part in ("files", "tensors"):
             convert(values.get(part), dict[str, Any], part)
         manifest = convert({**values, "files": {}, "tensors": {}}, Manifest, "")
+        _check_attached(manifest)
         for name, info in values["files"].items():
             _check_file_name(name)
             manifest.files[name] = convert(info, FileInfo, f"files.{name}")
@@ -146,6 +152,16 @@ def _check_file_name(name: str) -> None:
         raise UserError(f"it names a file outside its directory: {name}")
     if "\0" in name or len(name.encode()) > 255:
         raise UserError(f"{brief(name)} can't be the name of a file")
+
+
+def _check_attached(manifest: Manifest) -> None:
+    """Raise UserError for an attachment without its base, or a base without an attachment."""
+    missing = [key for key in ATTACHED if getattr(manifest, key) is None]
+    if len(missing) == 1:
+        raise UserError(
+            f"{missing[0]} is missing: a checkpoint must contain both {' and '.join(ATTACHED)}, or "
+            "neither"
+        )
 
 
 def _check_tensors(manifest: Manifest) -> None:

@@ -128,12 +128,12 @@ def write_manifest(
     written: list[dict],
     trainer: dict,
     sidecar_files: dict[str, bytes],
-    extra: dict,
+    attached: dict,
 ) -> None:
     """Write trainer.json, the sidecar files and finally the manifest.
 
-    written: the results of `write_rank` of all ranks. extra: more entries of the manifest.
-    UserError if there are other files in the directory.
+    written: the results of `write_rank` of all ranks. attached: the manifest's entries on what is
+    attached to the model. UserError if there are other files in the directory.
     """
     files = {name: info for part in written for name, info in part["files"].items()}
     check_names(directory, set(files))
@@ -154,6 +154,6 @@ def write_manifest(
         "layout": layout,
         "files": files,
         "tensors": tensors,
-        **extra,
+        **attached,
     }
     write_json(directory / MANIFEST, {**manifest, "crc32": manifest_checksum(manifest)})

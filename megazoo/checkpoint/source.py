@@ -43,8 +43,9 @@ class TensorSource:
         return False
 
     @property
-    def extra(self) -> dict:
-        """The entries of a manifest on what was attached to the model, such as adapters."""
+    def attached(self) -> dict:
+        """The entries of a manifest on what is attached to the model, such as adapters. A source
+        that has some holds only a part of the model."""
         return {}
 
     def verify(self, progress: Callable[[int], object] = lambda _: None) -> None:

@@ -100,7 +100,7 @@ def take_along_tokenizer(run: Run, model: Model) -> None:
     kept = {
         name: data
         for name, data in model.sidecar_files.items()
-        if name == GENERATION or not is_sidecar(name)
+        if name == GENERATION or not is_sidecar(name)  # of a user
     }
     own, trained = run.tokenizer.chat_template, run.options.data.chat_template
     talks = trained and trains_conversations(run)

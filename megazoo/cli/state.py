@@ -10,8 +10,8 @@ from megazoo.checkpoint.schema import Count, checked_state
 
 RunId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}\Z")]
 OutputName = Annotated[str, Meta(pattern=r"^[a-z_]{1,64}\Z")]
-# The id or name of a run on a metrics server. It becomes part of paths there.
-MetricRun = Annotated[str, Meta(pattern=r"^[\w.=~ -]{1,200}\Z")]
+# The id or name of a run of a metrics output, which may make it the name of a file.
+MetricRun = Annotated[str, Meta(pattern=r"^(?!\.+\Z)[^/\\\x00-\x1f\x7f]{1,200}\Z")]
 
 
 @dataclass

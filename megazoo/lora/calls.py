@@ -138,7 +138,7 @@ def save(
         return files_of_rank(_Saved(model), lambda entry: entry.parameter, None)
 
     def complete(staging: Path, written: list[dict]) -> None:
-        write_manifest(staging, LORA, settings, ctx, written, {}, {}, extra={})
+        write_manifest(staging, LORA, settings, ctx, written, {}, {}, attached={})
         shards = Checkpoint(staging, verify=False)
         write_adapters(shards, without_memory(model), settings, staging, base_model_name_or_path)
         for name in (MANIFEST, TRAINER, *(name for part in written for name in part["files"])):

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import torch
 from msgspec import Meta
 
-from megazoo.checkpoint.format import DTYPES, Dtype
+from megazoo.checkpoint.format import ADAPTERS, BASE, DTYPES, Dtype
 from megazoo.checkpoint.places import MANIFEST
 from megazoo.checkpoint.reader import Checkpoint
 from megazoo.checkpoint.shards import saved_entries
@@ -22,11 +22,10 @@ from megazoo.checkpoint.source import TensorSource
 from megazoo.errors import UserError, advise
 from megazoo.files import brief, convert
 from megazoo.lora.checksum import checksum_of, checksum_on_disk
-from megazoo.models.attachment import ADAPTERS, BASE, holds_adapters
 from megazoo.parallel.module import NamedParameter
 
 Rank = Annotated[int, Meta(ge=1, le=2**20)]
-Alpha = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
+Alpha = Annotated[float, Meta(gt=0, le=sys.float_info.max)]
 TargetName = Annotated[str, Meta(min_length=1, max_length=1000)]
 
 
@@ -56,7 +55,7 @@ class BaseInfo:
     path: Annotated[str, Meta(min_length=1, max_length=4096)] | None
 
     @property
-    def of_checksum(self) -> torch.dtype:
+    def torch_dtype(self) -> torch.dtype:
         """The dtype of the checksum."""
         return next(dtype for dtype, text in DTYPES.items() if text == self.dtype)
 
@@ -78,23 +77,18 @@ def entries_for_manifest(model: Any) -> dict:
 def stored_in(checkpoint: Checkpoint) -> tuple[AdapterInfo, BaseInfo]:
     """Return the entries on adapters of a checkpoint that has some. UserError if they are
     invalid."""
+    stored = checkpoint.attached
     try:
-        stored = [checkpoint.extra.get(name) for name in (ADAPTERS, BASE)]
-        for name, values in zip((ADAPTERS, BASE), stored, strict=True):
-            if values is None:
-                raise UserError(
-                    f"{name} is missing: a checkpoint must contain both adapters and their base, "
-                    "or neither"
-                )
-        adapters = convert(stored[0], AdapterInfo, ADAPTERS)
-        base = convert(stored[1], BaseInfo, BASE)
-        unknown = checkpoint.extra[ADAPTERS].keys() - {f.name for f in fields(AdapterInfo)}
-        if unknown:
-            raise UserError(f"adapters has the unknown key {min(unknown)}: upgrade megazoo")
-        names = [*adapters.targets, *adapters.rank_pattern, *adapters.alpha_pattern]
-        for text in (*names, base.path or "-"):
-            if not text.isprintable():
-                raise UserError(f"{brief(text)} can't be the name of a target, or of a directory")
+        adapters = convert(stored[ADAPTERS], AdapterInfo, ADAPTERS)
+        base = convert(stored[BASE], BaseInfo, BASE)
+        if unknown := stored[ADAPTERS].keys() - {f.name for f in fields(AdapterInfo)}:
+            name = brief(min(unknown))
+            raise UserError(f"adapters has the unknown key {name}: upgrade megazoo")
+        for name in (*adapters.targets, *adapters.rank_pattern, *adapters.alpha_pattern):
+            if not name.isprintable():
+                raise UserError(f"adapters: {brief(name)} can't be the name of a target")
+        if base.path and not base.path.isprintable():
+            raise UserError(f"base.path is {brief(base.path)}: it must be printable")
     except UserError as error:
         raise UserError(f"{checkpoint.path / MANIFEST}: {error}") from None
     return adapters, base
@@ -103,17 +97,17 @@ def stored_in(checkpoint: Checkpoint) -> tuple[AdapterInfo, BaseInfo]:
 def check_same(checkpoint: Checkpoint, model: Any) -> None:
     """Raise UserError unless a checkpoint has the settings and the base of a model's adapters, and
     the same trained parameters. Every rank of a replica calls it."""
-    if not holds_adapters(checkpoint):
+    if not checkpoint.attached:
         raise UserError(
             f"{checkpoint.path} has no adapters, but the model has: load it before megazoo.lora.add"
         )
-    stored, _ = stored_in(checkpoint)
-    of_model = json.loads(json.dumps(asdict(model.attached)))  # tuples become lists
-    for key, value in asdict(stored).items():
-        if value != of_model[key]:
+    stored_in(checkpoint)  # raises if they are invalid
+    stored = checkpoint.attached[ADAPTERS]
+    for key, value in json.loads(json.dumps(asdict(model.attached))).items():  # with lists
+        if value != stored[key]:
             raise UserError(
-                f"{checkpoint.path} has adapters with {key} {value}, but the model's adapters have "
-                f"{of_model[key]}: add the same adapters to the model"
+                f"{checkpoint.path} has adapters with {key} {stored[key]}, but the model's "
+                f"adapters have {value}: add the same adapters to the model"
             )
     held = {entry.name for entry in saved_entries(model)}
     for entry in model.entries():
@@ -138,7 +132,7 @@ def check_base(checkpoint: Checkpoint, model: Any) -> None:
     of lower precision can't be compared; then a warning is given.
     """
     _, base = stored_in(checkpoint)
-    dtype = base.of_checksum
+    dtype = base.torch_dtype
     if model.dtype not in (dtype, torch.float32):
         if model.ctx.rank == 0:
             advise(
@@ -166,7 +160,7 @@ def check_base_on_disk(
             raise UserError(
                 f"{weights.path} has no {entry.name}: it is not the base of {checkpoint.path}"
             )
-    found = checksum_on_disk(left_out, weights, base.of_checksum)
+    found = checksum_on_disk(left_out, weights, base.torch_dtype)
     if found != base.checksum:
         raise _another_base(checkpoint, base, found, str(weights.path))
 

@@ -1,10 +1,11 @@
 """Adapters on disk: reads those of checkpoints, and opens adapters in any supported format."""
 
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from megazoo.checkpoint.format import ADAPTERS
 from megazoo.checkpoint.places import has_checkpoint, named_directory
 from megazoo.checkpoint.shards import saved_entries
 from megazoo.errors import UserError
@@ -12,7 +13,6 @@ from megazoo.lora.manifest import stored_in
 from megazoo.lora.matrices import AdapterSource, Matrix, adaptable_matrices, adapted
 from megazoo.lora.peft import ADAPTER_CONFIG, PEFTDirectory, labels_in
 from megazoo.lora.settings import LoRASettings
-from megazoo.models.attachment import holds_adapters
 from megazoo.models.base import Model
 from megazoo.models.pretrained import open_source, with_labels
 from megazoo.models.source import HoldsAdapters, ModelSource, SavedSource
@@ -29,8 +29,8 @@ class SavedAdapters(SavedSource, AdapterSource):
 
     settings: those of the adapters. base: their base. base_path: the directory of the base model;
     None if the base was drawn from the seed. specs: all tensors by their global names, also
-    score.weight of a classifier. manifest.py compares the base. UserError if the tensors don't
-    match the config and the settings, or if the checkpoint holds a complete model.
+    score.weight of a classifier. megazoo/lora/manifest.py compares the base. UserError if the
+    tensors don't match the config and the settings, or if the checkpoint holds a complete model.
     """
 
     @property
@@ -54,10 +54,10 @@ class SavedAdapters(SavedSource, AdapterSource):
         return model
 
     def _check_kind(self) -> None:
-        if not holds_adapters(self):
+        if not self.attached:
             raise UserError(f"{self.path} has no adapters: it holds a complete model")
         stored, self.base = stored_in(self)
-        values: dict[str, Any] = {**asdict(stored), "targets": tuple(stored.targets)}
+        values: dict[str, Any] = self.attached[ADAPTERS] | {"targets": tuple(stored.targets)}
         self.settings = LoRASettings(**values)
 
     def _check_config(self) -> None:

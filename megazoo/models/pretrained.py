@@ -328,7 +328,7 @@ def save_parallelized(
 
     def complete(staging: Path, written: list[dict]) -> None:
         sidecars = model.sidecar_files
-        write_manifest(staging, model.family, model.config, ctx, written, {}, sidecars, extra={})
+        write_manifest(staging, model.family, model.config, ctx, written, {}, sidecars, attached={})
         if merge_checkpoints:
             write_model(SavedModel(staging, verify=False), staging, max_shard_size=max_shard_size)
             shards = (name for part in written for name in part["files"])

@@ -66,7 +66,7 @@ def write_shards(
             written,
             source.trainer,
             source.sidecar_files,
-            source.extra,
+            source.attached,
         )
 
 

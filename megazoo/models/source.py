@@ -13,7 +13,6 @@ from megazoo.checkpoint.reader import Checkpoint
 from megazoo.checkpoint.shards import saved_entries
 from megazoo.checkpoint.source import TensorSource
 from megazoo.errors import UserError
-from megazoo.models.attachment import holds_adapters
 from megazoo.models.registry import FAMILIES, config_from_dict, family_named, family_of
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.layout import Layout
@@ -161,7 +160,7 @@ class SavedModel(SavedSource):
     """A checkpoint of a complete model. UserError if its tensors don't match the config."""
 
     def _check_kind(self) -> None:
-        if holds_adapters(self):
+        if self.attached:
             raise HoldsAdapters(self.path)
 
     def _check_config(self) -> None:

@@ -303,6 +303,11 @@ TRAINER = {
     "samples": (lambda t: t.update(consumed_samples=10**30), "consumed_samples is 1000"),
     "tokens": (lambda t: t.update(consumed_tokens=math.nan), "consumed_tokens is nan: it must"),
     "wandb_run": (lambda t: t.update(wandb_run="../x"), "wandb_run is '../x': it must be a str"),
+    "a metrics output": (
+        lambda t: t.update(metric_runs={"../x": "a"}),
+        "metric_runs has a wrong key: it must be a str",
+    ),
+    "dots": (lambda t: t.update(metric_runs={"mlflow": ".."}), "metric_runs.* wrong value"),
     "a metrics run": (
         lambda t: t.update(metric_runs={"mlflow": "../x"}),
         r"metric_runs\[...\] has a wrong value: it must be a str",

@@ -5,7 +5,7 @@ import hashlib
 import json
 import re
 import struct
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -16,8 +16,8 @@ from megazoo.checkpoint import Checkpoint, load, save
 from megazoo.checkpoint.format import manifest_checksum
 from megazoo.errors import UserError
 from megazoo.lora import checksum as sums
-from megazoo.lora.manifest import entries_for_manifest
-from megazoo.lora.settings import is_adapter
+from megazoo.lora.manifest import AdapterInfo, entries_for_manifest
+from megazoo.lora.settings import LoRASettings, is_adapter
 from megazoo.lora.source import SavedAdapters
 from megazoo.models.llama import LlamaConfig
 from megazoo.models.resharding import write_shards
@@ -212,7 +212,7 @@ def test_a_step_holds_the_adapters_alone(saved):
     assert states.keys() == {f"{n}.{s}" for n in weights for s in ("exp_avg", "exp_avg_sq")}
     header = 200 * len(weights) * 3  # of JSON, for each tensor
     assert sum(file.stat().st_size for file in saved.glob("*.safetensors")) < 12 * count + header
-    about = Checkpoint(saved).extra
+    about = Checkpoint(saved).attached
     assert about["adapters"] == {
         "rank": 2, "alpha": 16, "dropout": 0.0, "targets": ["q", "v"], "rslora": False,
         "rank_pattern": {}, "alpha_pattern": {},
@@ -303,7 +303,7 @@ def test_resharding_keeps_every_bit(saved, tmp_path, layout):
     write_shards(source, tmp_path / "cut", *layout)
     cut = SavedAdapters(tmp_path / "cut")
     assert (cut.layout["tp"], cut.layout["pp"]) == layout
-    assert cut.extra == source.extra
+    assert cut.attached == source.attached
     assert cut.tensors.keys() == source.tensors.keys()
     one = ParallelContext()
     for name in source.tensors:
@@ -353,11 +353,17 @@ FORGERIES = {
     ),
     "rank of text": (adapters(rank="2"), r"adapters\.rank is '2'"),
     "alpha": (adapters(alpha=-1.0), r"adapters\.alpha is -1"),
+    "a name of a pattern": (
+        adapters(rank_pattern={"": 2}),
+        r"adapters\.rank_pattern has a wrong key: it must be a",
+    ),
+    "null": (lambda m: m.update(adapters=None), "adapters is missing"),
+    "a list": (lambda m: m.update(adapters=[]), "adapters is a list: it must be an object"),
     "alpha nan": (adapters(alpha=float("nan")), "alpha"),
     "dropout": (adapters(dropout=1.0), r"adapters\.dropout is 1"),
     "no targets": (adapters(targets=[]), r"adapters\.targets is a list"),
     "unknown target": (adapters(targets=["qq"]), "the target 'qq' is not a linear layer"),
-    "unknown setting": (adapters(zzz=1), "adapters has the unknown key zzz: upgrade megazoo"),
+    "unknown setting": (adapters(zzz=1), "adapters has the unknown key 'zzz': upgrade megazoo"),
     "other targets": (
         adapters(targets=["q"]),
         r"lists the tensor layers\.0.*lora\.v\S*, which the model of its config does not have",
@@ -367,7 +373,7 @@ FORGERIES = {
     "a missing key": (lambda m: m["adapters"].pop("rslora"), "adapters has no rslora"),
     "checksum": (of_base(checksum="12"), r"base\.checksum is '12'"),
     "dtype": (of_base(dtype="I64"), r"base\.dtype is 'I64'"),
-    "path": (of_base(path="a\x1b[2J"), "can't be the name of a target, or of a directory"),
+    "path": (of_base(path="a\x1b[2J"), r"base\.path is .*: it must be printable"),
     "a missing tensor": (lambda m: m["tensors"].pop(A), f"has no tensor {A}"),
     "a tensor of the base": (
         lambda m: m["tensors"].update({"norm.weight": m["tensors"][A]}),
@@ -393,6 +399,17 @@ def test_forged_manifests(saved, tmp_path):
         assert len(str(caught.value)) < 500, what
 
 
+def test_a_plain_model_loads_no_checkpoint_with_adapters(tmp_path):
+    """Also one that holds all parameters."""
+    path = save(tmp_path, 1, fresh().train_only(".*"))
+    with pytest.raises(UserError, match=r"holds only adapters, but the model has none: load them"):
+        load(Checkpoint(path), megazoo.from_config(LLAMA, seed=3))
+
+
+def test_the_schema_has_the_fields_of_the_settings():
+    assert {f.name for f in fields(AdapterInfo)} == {f.name for f in fields(LoRASettings)}
+
+
 def test_a_flipped_bit_of_the_adapters_is_found(saved, tmp_path):
     path = forged(tmp_path / "step", saved, lambda m: m.update(later=1))
     load(SavedAdapters(path), fresh())  # what a later version adds to the manifest is let be
@@ -413,7 +430,7 @@ def test_kinds_of_checkpoints_are_told_apart(saved, tmp_path):
     with pytest.raises(UserError, match="has no adapters: it holds a complete model"):
         SavedAdapters(whole)
     for checkpoint, model, message in [
-        (saved, megazoo.from_config(LLAMA, seed=3), "model has nothing attached: load adapters wi"),
+        (saved, megazoo.from_config(LLAMA, seed=3), "but the model has none: load them with megaz"),
         (whole, fresh(), r"has no adapters, but the model has: load it before megazoo\.lora\.add"),
         (saved, fresh(rank=4), "has adapters with rank 2, but the model's adapters have 4"),
         (

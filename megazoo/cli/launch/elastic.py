@@ -95,7 +95,7 @@ class StopSignal:
         if before is not None and now - before > PATIENCE and not self._said:
             self._said = True
             self._say_steps_are_long(now - before)
-        noted = self.noted  # before the parent is asked: the kernel changes it before it signals
+        noted = self.noted  # read first: the kernel changes the parent before it sends the signal
         orphaned = is_child_of_launcher() and os.getppid() != self._parent
         # On the CPU, so that no device synchronization is needed.
         number = torch.tensor(self.LAUNCHER_DIED if orphaned else noted)
