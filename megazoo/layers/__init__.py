@@ -8,6 +8,7 @@ A layer, including a custom one, declares the properties that other parts of meg
 """
 
 from megazoo.layers.alibi import ALiBi, alibi_bias, alibi_slopes
+from megazoo.layers.attend import Attend
 from megazoo.layers.attention import CausalSelfAttention
 from megazoo.layers.auxiliary import attach_loss
 from megazoo.layers.cache import KVCache
@@ -32,6 +33,7 @@ from megazoo.layers.router import ReplicatedLinear, Router
 __all__ = [
     "MLP",
     "ALiBi",
+    "Attend",
     "CausalSelfAttention",
     "ClassificationHead",
     "ColumnParallelExperts",

@@ -1,62 +1,21 @@
 """Causal self-attention with the heads sharded over the tensor-parallel ranks."""
 
 from functools import partial
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange
 from torch import nn
-from torch.nn.attention import SDPBackend
 
 from megazoo.errors import UserError
+from megazoo.layers.attend import Attend, Mask
 from megazoo.layers.cache import KVCache
-from megazoo.layers.context_parallel import attend_across_ranks, check_heads
-from megazoo.layers.dropout import Dropout
 from megazoo.layers.fused import CosAndSin
 from megazoo.layers.layer import Layer
 from megazoo.layers.linear import RowParallelLinear
-from megazoo.layers.masks import (
-    HIDDEN,
-    MaskPerChunk,
-    MaskPerWindow,
-    Packed,
-    Shifted,
-    masks_of_chunks,
-    window_mask,
-)
 from megazoo.layers.qkv import QKVParallelLinear, split_heads
-from megazoo.layers.soft_cap import check_cap, soft_capped_attention
-from megazoo.parallel.compile import untraced
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.module import ShardedModule
-from megazoo.parallel.sequence import SequenceCut
-from megazoo.torch_internals import attention_kernel, varlen_attention
-
-HALF = (torch.bfloat16, torch.float16)
-
-
-def takes_groups(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    dropout: float,
-) -> bool:
-    """Return whether a fast kernel of torch supports fewer key heads than query heads (grouped
-    queries).
-
-    The CPU kernel supports them. On CUDA, FlashAttention (half precision, no mask) and cuDNN (where
-    torch prefers it) support them. The memory-efficient kernel does not, and torch would then
-    choose the math kernel, which stores all scores.
-    """
-    if q.device.type != "cuda" or (mask is None and q.dtype in HALF):
-        return True
-    return _has_fast_kernel(q, k, v, mask, dropout)
-
-
-@untraced
-def _has_fast_kernel(q, k, v, mask: torch.Tensor | None, dropout: float) -> bool:
-    return attention_kernel(q, k, v, mask, dropout) != SDPBackend.MATH
 
 
 class CausalSelfAttention(Layer):
@@ -100,7 +59,7 @@ class CausalSelfAttention(Layer):
     """
 
     context_parallel = kernel_masks = static_cache = True
-    shown = ("soft_cap", "clip_qkv", "window")
+    shown = ("clip_qkv",)
 
     def __init__(
         self,
@@ -126,15 +85,23 @@ class CausalSelfAttention(Layer):
         self.qkv = QKVParallelLinear(
             hidden_size, heads, kv_heads, head_size, bias, std=std, ctx=ctx
         )
-        check_heads(self._fewest_heads(), self.ctx)
-        if window is not None and window < 1:
-            raise UserError(f"window must be at least 1, got {window}")
-        check_cap(soft_cap)
-        self.scale, self.soft_cap = scale, soft_cap
-        self.clip_qkv, self.window = clip_qkv, window
+        attend = Attend(
+            heads,
+            self.qkv.head_size,
+            kv_heads,
+            scale=scale,
+            soft_cap=soft_cap,
+            window=window,
+            dropout=dropout,
+            ctx=ctx,
+        )
+        # before `attend`: masks are drawn from the first name of the module
+        self.dropout = attend.dropout
+        self.attend = attend
+        self.score_features, self.window = attend.score_features, window
+        self.clip_qkv = clip_qkv
         self.q_norm, self.k_norm = q_norm, k_norm
         self._check_norms()
-        self.dropout = Dropout(dropout, parallel=True, ctx=ctx)
         # if True: save only queries, keys and values up to the output projection
         self.recompute = False
         inputs, unit = heads * self.qkv.head_size, self.qkv.units[0]
@@ -148,7 +115,7 @@ class CausalSelfAttention(Layer):
         x: torch.Tensor,
         seed: int | None = None,
         rotary: CosAndSin | None = None,
-        mask: torch.Tensor | Packed | MaskPerChunk | MaskPerWindow | None = None,
+        mask: Mask = None,
         cache: KVCache | None = None,
     ) -> torch.Tensor:
         """Return the attention output, [batch, sequence, hidden].
@@ -159,12 +126,7 @@ class CausalSelfAttention(Layer):
                 part of the sequence, as in SequenceCut.
             seed: seed of the dropout, as in Dropout.
             rotary: cos and sin from Rotary, which rotate queries and keys.
-            mask: None: causal. Otherwise a tensor that expands to [batch, this rank's heads,
-                sequence, sequence]: boolean, True where a query may attend (see segment_mask), or
-                added to the scores, -inf where it may not (see alibi_bias). Also Packed, if
-                takes_packed returns True; or MaskPerWindow, which has one mask per window. Under
-                context parallelism, use None or MaskPerChunk. Tokens beyond the window are hidden
-                for every mask.
+            mask: None: causal; otherwise as in Attend.
             cache: keys and values of the tokens before x; those of x are appended.
         """
         qkv = self.qkv.project(x)
@@ -172,10 +134,15 @@ class CausalSelfAttention(Layer):
             qkv = qkv.clamp(-self.clip_qkv, self.clip_qkv)
         if self.q_norm is not None or self.k_norm is not None:
             qkv = self._normalised(qkv)
-        attend = partial(self._attend, rotary=rotary, mask=mask, seed=seed, cache=cache)
+        how = {"seed": seed, "mask": mask, "cache": cache, "keep": bool(self.recompute)}
+        attend = partial(self._attend, rotary=rotary, **how)
         if self.recompute:
             return self.output(qkv, recompute=attend)
         return self.output(attend(qkv))
+
+    def takes_packed(self, dtype: torch.dtype) -> bool:
+        """Return whether the mask may be Packed: see Attend."""
+        return self.attend.takes_packed(dtype)
 
     def extra_repr(self) -> str:
         size, here = self.qkv.head_size, self.qkv.local_parts
@@ -211,171 +178,11 @@ class CausalSelfAttention(Layer):
             torch.cat([q, k, v], dim=2), "batch seq heads size -> batch seq (heads size)"
         )
 
-    def _attend(
-        self,
-        qkv: torch.Tensor,
-        rotary: CosAndSin | None,
-        mask: torch.Tensor | Packed | MaskPerChunk | MaskPerWindow | None,
-        seed: int | None,
-        cache: KVCache | None,
-    ) -> torch.Tensor:
+    def _attend(self, qkv: torch.Tensor, rotary: CosAndSin | None, **how: Any) -> torch.Tensor:
         """Attend with concatenated q, k and v: [batch, sequence, this rank's features of all three]
-        -> [batch, sequence, this rank's features]."""
+        -> [batch, sequence, this rank's features]. how: further arguments of Attend."""
         q, k, v = split_heads(qkv, self.qkv.local_parts, self.qkv.head_size, rotary)
-        given = mask.masks[self.window] if isinstance(mask, MaskPerWindow) else mask
-        if cache is not None:
-            k, v = cache.extend(self, k, v)
-            given = cache.hide(self, given, q)
-        mask = given if isinstance(mask, MaskPerWindow) else self._within_window(given, q, k)
-        if self.dropout.active:
-            y = self._attend_with_dropout(q, k, v, mask, seed)
-        else:
-            y = self._attend_to_all(q, k, v, mask)
-        return rearrange(y, "batch heads seq size -> batch seq (heads size)")
-
-    def _attend_to_all(self, q, k, v, mask, dropout: float = 0.0) -> torch.Tensor:
-        """Return softmax(q k^T * scale + mask) v, over all ranks that hold a part of the
-        sequence."""
-        if self.ctx.cp_size == 1:
-            return self._attend_here(q, k, v, mask, dropout)
-        return self._attend_across_ranks(q, k, v, mask, dropout)
-
-    @untraced
-    def _attend_across_ranks(
-        self, q, k, v, mask: MaskPerChunk | None, dropout: float
-    ) -> torch.Tensor:
-        ctx = self.ctx
-        if mask is None:
-            cut = SequenceCut.of(q.shape[2] * ctx.cp_size, ctx)
-            assert cut  # there are several ranks
-            packed = self.takes_packed(q.dtype) and q.device.type != "cpu"
-            mask = masks_of_chunks(
-                cut, len(q), q.dtype, q.device, packed=packed, window=self.window
-            )
-        elif not isinstance(mask, MaskPerChunk):
-            raise UserError(
-                "under context parallelism, the attention mask must be a MaskPerChunk, which "
-                "covers the full sequence: create it with megazoo.models.masks.mask_of"
-            )
-        kernel = partial(self._attend_here, dropout=dropout)
-        return attend_across_ranks(kernel, q, k, v, mask, ctx, keep=bool(self.recompute))
-
-    def _within_window(self, mask, q, k) -> torch.Tensor | Packed | MaskPerChunk | None:
-        """Return the mask with all tokens beyond the window hidden.
-
-        Without a mask, but with fewer queries than keys, return a mask for queries that are the
-        last of the keys. A Packed mask is returned as it is, because its kernel applies the window.
-        For a single query, a cache returns no keys beyond the window.
-        """
-        queries, keys = q.shape[2], k.shape[2]
-        window = self.window or keys
-        if mask is None and 1 < queries < keys and self.ctx.cp_size == 1:
-            return window_mask(queries, keys, window, q.device)
-        if self.window is None or isinstance(mask, Packed):
-            return mask
-        if isinstance(mask, MaskPerChunk):
-            raise UserError(
-                f"a MaskPerChunk does not hide the tokens beyond a window of {self.window}: create "
-                "the mask with megazoo.models.masks.mask_of"
-            )
-        if keys <= window or self.ctx.cp_size > 1:  # masks_of_chunks applies the window
-            return mask
-        seen = window_mask(queries, keys, window, q.device)
-        if mask is None:
-            return seen
-        if mask.dtype == torch.bool:
-            return mask & seen
-        return mask.masked_fill(~seen, HIDDEN)
-
-    def _attend_here(self, q, k, v, mask, dropout: float = 0.0) -> torch.Tensor:
-        """Return softmax(q k^T * scale + mask) v for keys that are all on this rank."""
-        if isinstance(mask, Packed):
-            return self._attend_in_documents(q, k, v, mask)
-        if isinstance(mask, Shifted):
-            y = self._scaled_dot_product(q.flip(2), k, v, mask.of_flipped(), dropout)
-            return y.flip(2)
-        return self._scaled_dot_product(q, k, v, mask, dropout)
-
-    def takes_packed(self, dtype: torch.dtype) -> bool:
-        """Return whether the mask may be Packed.
-
-        It requires half precision, no active dropout, no soft cap, and a head size that is a
-        multiple of 8 and at most 256. On CUDA it requires Ampere or newer.
-        """
-        size, device = self.qkv.head_size, self.ctx.device
-        if self.soft_cap is not None or self.dropout.active:
-            return False
-        if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
-            return False
-        return dtype in HALF and size % 8 == 0 and size <= 256
-
-    @untraced
-    def _attend_in_documents(self, q, k, v, packed: Packed) -> torch.Tensor:
-        """Return softmax(q k^T * scale) v, causal within each document."""
-        rows = len(q)
-        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # [tokens, heads, size]
-        y = varlen_attention(
-            q,
-            k,
-            v,
-            packed.boundaries,
-            packed.longest,
-            self.scale,
-            packed.key_boundaries,
-            packed.longest_of_keys,
-            window=self.window,
-        )
-        return y.unflatten(0, (rows, -1)).transpose(1, 2)
-
-    def _scaled_dot_product(
-        self, q, k, v, mask: torch.Tensor | None, dropout: float = 0.0
-    ) -> torch.Tensor:
-        """Return softmax(q k^T * scale + mask) v."""
-        if mask is not None:  # the fast kernels of torch need masks of four dimensions
-            mask = mask[(None,) * (4 - mask.dim())]
-        if self.soft_cap is not None:
-            return soft_capped_attention(q, k, v, mask, dropout, self.scale, self.soft_cap)
-        groups = q.shape[1] // k.shape[1]
-        if groups > 1 and q.shape[2] == 1:
-            return self._one_query(q, k, v, mask, dropout)
-        if groups > 1 and not takes_groups(q, k, v, mask, dropout):
-            k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
-        return F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            # a single query may attend to all keys in the cache
-            is_causal=mask is None and q.shape[2] == k.shape[2],
-            dropout_p=dropout,
-            scale=self.scale,
-            enable_gqa=k.shape[1] < q.shape[1],
-        )
-
-    def _one_query(self, q, k, v, mask: torch.Tensor | None, dropout: float) -> torch.Tensor:
-        """Return softmax(q k^T * scale + mask) v for one query per head.
-
-        The query heads of a group attend to the same keys, so the kernel receives them as several
-        queries of one head. k and v are not copied.
-        """
-        cut = (k.shape[1], q.shape[1] // k.shape[1])
-        if mask is not None:
-            mask = mask.expand(*q.shape[:3], k.shape[2]).unflatten(1, cut).squeeze(3)
-        q = q.unflatten(1, cut).squeeze(3)  # [batch, KV heads, queries of a group, head_size]
-        y = F.scaled_dot_product_attention(q, k, v, mask, dropout, scale=self.scale)
-        return y.flatten(1, 2).unsqueeze(2)
-
-    @untraced
-    def _attend_with_dropout(
-        self, q, k, v, mask: torch.Tensor | None, seed: int | None
-    ) -> torch.Tensor:
-        with self.dropout.draw(seed, q.device):
-            return self._attend_to_all(q, k, v, mask, self.dropout.probability)
-
-    def _fewest_heads(self) -> int:
-        """Return the smallest number of query heads on any tp rank."""
-        shard, tp = self.qkv.shard, self.ctx.tp_size
-        return min(shard.local_sizes(tp, rank)[0] for rank in range(tp)) // self.qkv.head_size
+        return self.attend(q, k, v, **how)
 
     @property
     def heads(self) -> range:

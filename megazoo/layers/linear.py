@@ -1,7 +1,6 @@
 """Linear layers that are sharded over the tensor-parallel ranks, as in Megatron-LM (Shoeybi et al.
 2019)."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import nn
 from megazoo.errors import UserError
 from megazoo.layers.int8 import Int8Product, rounded_to_int8
 from megazoo.layers.layer import Layer
-from megazoo.layers.matmul import linear
+from megazoo.layers.matmul import Inputs, Recompute, linear
 from megazoo.layers.product import PLAIN, Product
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.regions import (
@@ -51,7 +50,7 @@ class _ParallelLinear(Layer):
         assert shard
         return shard
 
-    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None, **how: Any) -> torch.Tensor:
+    def multiply(self, x: Inputs, bias: torch.Tensor | None, **how: Any) -> torch.Tensor:
         """Return x W^T + b. how: entering and recompute, as in `linear`."""
         how |= {"product": self.product, "queue": self.weight_queue}
         return (self.lora or linear)(x, self.use("weight"), bias, **how)
@@ -189,17 +188,16 @@ class RowParallelLinear(_ParallelLinear):
         else:
             self.register_parameter("bias", None)
 
-    def forward(
-        self, x: torch.Tensor, recompute: Callable[[torch.Tensor], torch.Tensor] | None = None
-    ) -> torch.Tensor:
+    def forward(self, x: Inputs, recompute: Recompute | None = None) -> torch.Tensor:
         """Return y for x.
 
         Args:
-            x: this rank's inputs (shapes: see the class).
-            recompute: a function that is applied to x first. Backward runs it again, so only x is
-                saved.
+            x: this rank's inputs (shapes: see the class), or a tuple of the inputs of recompute.
+            recompute: a function that is applied to x first: recompute(*x) for a tuple. Backward
+                runs it again, so only x is saved.
         """
         if not self.input_is_parallel:
+            assert isinstance(x, torch.Tensor)  # recompute gets parallel inputs
             x = scatter_to_tensor_parallel(x, self.ctx, self.sizes)
         alone = self.ctx.tp_size == 1  # without a sum over ranks, the product can add the bias
         bias = self.use("bias")

@@ -26,16 +26,18 @@ from megazoo.parallel.recompute import Moment, replay
 from megazoo.parallel.regions import enter_tensor_parallel
 
 Weights = Sequence[torch.Tensor]
+Inputs = torch.Tensor | tuple[torch.Tensor, ...]  # several only with recompute
+Recompute = Callable[..., torch.Tensor]
 
 
 def linear(
-    x: torch.Tensor,
+    x: Inputs,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
     product: Product = PLAIN,
     entering: ParallelContext | None = None,
-    recompute: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    recompute: Recompute | None = None,
     queue: WeightQueue | AtOnce | None = None,
 ) -> torch.Tensor:
     """Return x W^T + b, [..., inputs] -> [..., outputs]: see `multiply`."""
@@ -49,34 +51,38 @@ def product_of_head(x: torch.Tensor, weight: torch.Tensor) -> Product:
 
 
 def multiply(
-    x: torch.Tensor,
+    x: Inputs,
     weights: Weights,
     bias: torch.Tensor | None = None,
     *,
     products: Sequence[Product] | None = None,
     entering: ParallelContext | None = None,
-    recompute: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    recompute: Recompute | None = None,
     queue: WeightQueue | AtOnce | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Return x W^T for each weight; the bias is added to the first.
 
     Same as: F.linear(x, weight, bias) and so on, of enter_tensor_parallel(x, entering), or of
-    recompute(x), except that CPUs multiply bfloat16 as fp32 if that is faster. Only x is saved for
+    recompute(*x), except that CPUs multiply bfloat16 as fp32 if that is faster. Only x is saved for
     backward; if all weights are frozen and nothing is recomputed, it is not saved either.
 
     Args:
-        x: [..., inputs], or the input of recompute. When entering under sequence parallelism, it is
-            this rank's part of the sequence. The part is saved, and gathered again in backward.
+        x: [..., inputs]; or the input of recompute, or a tuple of its inputs. When entering under
+            sequence parallelism, it is this rank's part of the sequence. The part is saved, and
+            gathered again in backward.
         weights: [outputs, inputs] each.
         bias: [outputs] of the first weight.
         products: the Product of each weight; by default PLAIN.
         entering: the context whose tensor-parallel region x enters here, once for all weights. The
             gradient of x is summed over tp. Not together with recompute.
         recompute: a function without parameters that is applied to x, and run again in backward.
+            It returns [..., inputs].
         queue: adds the gradients of the weights instead of autograd: immediately, or in idle time
             of the pipeline.
     """
     products = (PLAIN,) * len(weights) if products is None else tuple(products)
+    inputs = x if isinstance(x, tuple) else (x,)
+    x = inputs[0]
     if entering is not None and entering.tp_size > 1:
         if hides_communication(x):
             queues = _queues(queue, x, weights)
@@ -85,14 +91,14 @@ def multiply(
         if entering.sequence_parallel and any(weight.requires_grad for weight in weights):
             recompute = enter
         else:
-            x = enter(x)
+            inputs = (x := enter(x),)
     queues = _queues(queue, x, weights) if torch.is_grad_enabled() else ()
     if recompute is None and not any(queues):
         dtype, is_plain = _dtype_of(products, x), set(products) == {PLAIN}
         # autograd saves only x, too
         if not torch.is_grad_enabled() or (is_plain and dtype == x.dtype):
             return _outputs(products, x, weights, bias, dtype)
-    return _linears(recompute, queues, products, x, bias, *weights)
+    return _linears(recompute, queues, products, inputs, bias, *weights)
 
 
 def _dtype_of(products: Sequence[Product], x: torch.Tensor) -> torch.dtype:
@@ -129,42 +135,49 @@ def _queues(queue: WeightQueue | AtOnce | None, x: torch.Tensor, weights: Weight
 
 
 @untraced
-def _linears(recompute, queues, products, x, bias, *weights) -> tuple[torch.Tensor, ...]:
-    return _Linears.apply(recompute, queues, products, x, bias, *weights)
+def _linears(recompute, queues, products, inputs, bias, *weights) -> tuple[torch.Tensor, ...]:
+    return _Linears.apply(recompute, queues, products, len(inputs), *inputs, bias, *weights)
 
 
 class _Linears(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, recompute, queues, products, x, bias, *weights):
+    def forward(ctx, recompute, queues, products, count, *tensors):
+        inputs, bias, weights = tensors[:count], tensors[count], tensors[count + 1 :]
         # the Parameters themselves, not saved tensors: the queue adds to their gradients later
         ctx.recompute, ctx.queues, ctx.products, ctx.weights = recompute, queues, products, weights
         ctx.first = Moment.now() if recompute else None
         keeps_x = recompute is not None or any(ctx.needs_input_grad[-len(weights) :])
-        ctx.save_for_backward(x if keeps_x else None)
-        dtype = _dtype_of(products, x)
-        return _outputs(products, recompute(x) if recompute else x, weights, bias, dtype)
+        ctx.save_for_backward(*(inputs if keeps_x else [None]))
+        dtype, x = _dtype_of(products, inputs[0]), inputs[0]
+        return _outputs(products, recompute(*inputs) if recompute else x, weights, bias, dtype)
 
     @staticmethod
     def backward(ctx, *grads):
-        (x,), x_grad = ctx.saved_tensors, None
+        inputs, x = ctx.saved_tensors, ctx.saved_tensors[0]
         own, dtype = grads[0].dtype, _dtype_of(ctx.products, grads[0])
+        wanted = ctx.needs_input_grad[4 : 4 + len(inputs)]
         if ctx.recompute:
-            x = x.detach().requires_grad_()
-            inputs = replay(ctx.recompute, ctx.first, x)
-        else:
-            inputs = x
+            pairs = zip(inputs, wanted, strict=True)
+            inputs = [each.detach().requires_grad_(is_wanted) for each, is_wanted in pairs]
+            x = replay(ctx.recompute, ctx.first, *inputs)
+        input_grads: list = [None] * len(inputs)
         rows = [grad.flatten(0, -2).to(dtype) for grad in grads]
         bias_grad, rows = _bias_gradient(ctx, rows), _of_products(ctx.products, rows)
-        if ctx.needs_input_grad[3]:
+        if any(wanted):
             weights = ctx.weights
             if dtype != own:
                 weights = [weight.to(dtype) for weight in weights]
             x_grad = _gradient_of_input(ctx.products, rows, weights).to(own)
             x_grad = x_grad.unflatten(0, grads[0].shape[:-1])
             if ctx.recompute:
-                (x_grad,) = torch.autograd.grad(inputs, x, x_grad)
-        inputs = None if inputs is None else inputs.to(dtype)
-        return None, None, None, x_grad, bias_grad, *_gradients_of_weights(ctx, rows, inputs)
+                trained = [each for each in inputs if each.requires_grad]
+                found = iter(torch.autograd.grad(x, trained, x_grad))
+                input_grads = [next(found) if each.requires_grad else None for each in inputs]
+            else:
+                input_grads = [x_grad]
+        x = None if x is None else x.to(dtype)
+        weight_grads = _gradients_of_weights(ctx, rows, x)
+        return None, None, None, None, *input_grads, bias_grad, *weight_grads
 
 
 def _bias_gradient(ctx, rows: Weights) -> torch.Tensor | None:

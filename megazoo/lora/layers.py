@@ -26,7 +26,7 @@ from torch import nn
 from megazoo.layers.dropout import Dropout
 from megazoo.layers.grouped import grouped_linear
 from megazoo.layers.layer import Layer
-from megazoo.layers.matmul import linear, multiply
+from megazoo.layers.matmul import Inputs, Recompute, linear, multiply
 from megazoo.layers.product import PLAIN, Product
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.deferred import AtOnce, WeightQueue
@@ -137,20 +137,21 @@ class Adapters(_Adapters):
 
     def forward(
         self,
-        x: torch.Tensor,
+        x: Inputs,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         *,
         product: Product = PLAIN,
         entering: ParallelContext | None = None,
-        recompute: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        recompute: Recompute | None = None,
         queue: WeightQueue | AtOnce | None = None,
     ) -> torch.Tensor:
         """Return the output of a layer with its adapters. The arguments are those of
         `megazoo.layers.matmul.linear`; the layer and its adapters share entering and recompute."""
         if any(adapter.dropout.active for adapter in self.values()):  # each has a different x
+            inputs = x if isinstance(x, tuple) else (x,)
+            x = recompute(*inputs) if recompute else inputs[0]
             x = enter_tensor_parallel(x, entering) if entering else x
-            x = recompute(x) if recompute else x
             y = linear(x, weight, bias, product=product, queue=queue)
             inner = [adapter.project_down(x) for adapter in self.values()]
         else:

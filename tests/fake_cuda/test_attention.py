@@ -27,7 +27,13 @@ LAYOUTS = ({}, {"pp": 2}, {"pp": 2, "rank": 1}, {"tp": 2, "pp": 2, "sequence_par
 def test_no_batch_waits_for_the_device(preset, layout, on_host):
     options = {"layout": layout, "on_host": on_host, "documents": True, "layers": 2}
     audit = in_own_process(train_twice, preset, **options)
-    lines = ("engine/batch.py", "layers/alibi.py", "layers/attention.py", "layers/masks.py")
+    lines = (
+        "engine/batch.py",
+        "layers/alibi.py",
+        "layers/attend.py",
+        "layers/attention.py",
+        "layers/masks.py",
+    )
     assert not [sync for sync in audit.syncs if any(line in sync for line in lines)]
     assert not audit.faults
 

@@ -65,7 +65,7 @@ def test_chunks_attend_as_the_whole_sequence(dtype, packed, tolerance, kv_heads,
         for chunk, mask in zip(cut.chunks, masks, strict=True):
             assert isinstance(mask, Packed) is packed
             part = q[:, :, chunk.start : chunk.stop]
-            y = layer._attend_here(part, k[:, :, : chunk.stop], v[:, :, : chunk.stop], mask)
+            y = layer.attend._here(part, k[:, :, : chunk.stop], v[:, :, : chunk.stop], mask)
             found = found + torch.nn.functional.pad(
                 y.double(), (0, 0, chunk.start, 128 - chunk.stop)
             )

@@ -20,7 +20,7 @@ from megazoo.layers import (
     RowParallelLinear,
     segment_mask,
 )
-from megazoo.layers import attention as attention_module
+from megazoo.layers import attend as attend_module
 from megazoo.models.llama import Block, Llama
 from megazoo.parallel import failure
 from megazoo.parallel.context import ParallelContext
@@ -272,7 +272,7 @@ class _Watched:
             self.attention.append(torch.get_rng_state().sum(dtype=torch.int64).item())
             return attend(*tensors, dropout_p=dropout_p, **options)
 
-        self._patch = mock.patch.object(attention_module.F, "scaled_dot_product_attention", watched)
+        self._patch = mock.patch.object(attend_module.F, "scaled_dot_product_attention", watched)
         self._patch.__enter__()
         return self
 
@@ -603,8 +603,8 @@ def alone(copied: str, layout: dict):
         for parameter in attention.parameters():
             nn.init.normal_(parameter, std=0.3)
     if copied != "never":
-        attend = attention._attend_here
-        attention._attend_here = lambda q, k, v, mask, dropout: (
+        attend = attention.attend._here
+        attention.attend._here = lambda q, k, v, mask, dropout: (
             attend(q, k.clone(), v.clone(), mask, dropout)
             if copied == "always" or mask is not None
             else attend(q, k, v, mask, dropout)

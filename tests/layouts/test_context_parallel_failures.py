@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from megazoo.engine import batch as batches
-from megazoo.layers import ALiBi, CausalSelfAttention, alibi_slopes, attention, masks
+from megazoo.layers import ALiBi, alibi_slopes, attend, masks
+from megazoo.layers.attend import Attend
 from megazoo.layers.context_parallel import _GatheredAgain
 from megazoo.models.outputs import LanguageModelHead
 from megazoo.parallel import regions
@@ -43,14 +44,14 @@ class Scaled(torch.autograd.Function):
 
 def a_wrong_gradient_of(which: int):
     """Of q, k or v."""
-    attend = attention.attend_across_ranks
+    across_ranks = attend.attend_across_ranks
 
     def scaled(kernel, *qkv_and_more, **how):
         what = list(qkv_and_more)
         what[which] = Scaled.apply(what[which])
-        return attend(kernel, *what, **how)
+        return across_ranks(kernel, *what, **how)
 
-    return patch.object(attention, "attend_across_ranks", scaled)
+    return patch.object(attend, "attend_across_ranks", scaled)
 
 
 @contextmanager
@@ -137,7 +138,7 @@ def padding_that_sees_nothing():
     to it that it is not)."""
     segment_mask = masks.segment_mask
 
-    def attend(self, q, k, v, mask, dropout=0.0):
+    def own(self, q, k, v, mask, dropout=0.0):
         scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
         return torch.softmax(scores + mask, dim=-1) @ v
 
@@ -148,7 +149,7 @@ def padding_that_sees_nothing():
     with ExitStack() as stack:
         stack.enter_context(patch.object(masks, "HIDDEN", -torch.inf))
         stack.enter_context(patch.object(masks, "segment_mask", without))
-        stack.enter_context(patch.object(CausalSelfAttention, "_scaled_dot_product", attend))
+        stack.enter_context(patch.object(Attend, "_scaled_dot_product", own))
         yield
 
 

@@ -129,9 +129,9 @@ def attention(
         q, k = (torch.empty(shape, dtype=dtype, device=CUDA) for shape in (q, k))
         seen()
         if isinstance(given, Packed):
-            layer._attend_in_documents(q, k, k, given)
+            layer.attend._in_documents(q, k, k, given)
         else:
-            layer._scaled_dot_product(q, k, k, given)
+            layer.attend._scaled_dot_product(q, k, k, given)
         return seen()
 
 

@@ -18,7 +18,7 @@ from megazoo.layers import (
     KVCache,
     alibi_bias,
     alibi_slopes,
-    attention,
+    attend,
     segment_mask,
 )
 from megazoo.layers.masks import additive
@@ -89,7 +89,7 @@ def test_the_page_says_what_torch_chooses(kind, dtype):
                 layer = CausalSelfAttention(256, 4, k_heads)
                 given = measure_mask(mask, q, k, dtype)
                 k = torch.zeros(k, dtype=dtype)
-                layer._scaled_dot_product(torch.zeros(q, dtype=dtype), k, k, given)
+                layer.attend._scaled_dot_product(torch.zeros(q, dtype=dtype), k, k, given)
             assert asked.kernels == {row[5]}, row
 
 
@@ -152,7 +152,7 @@ def test_groups_that_no_kernel_takes_give_the_same(monkeypatch, kv_heads):
 
     masks = None, rows, heads, heads.masked_fill(~rows, -torch.inf)
     expected = list(map(outputs, masks))
-    monkeypatch.setattr(attention, "takes_groups", lambda *_: False)
+    monkeypatch.setattr(attend, "takes_groups", lambda *_: False)
     for mask, given in zip(masks, expected, strict=True):
         torch.testing.assert_close(given[:, :6], given[:, 6:])
         torch.testing.assert_close(outputs(mask), given)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from megazoo.engine import batch as batches
-from megazoo.layers import CausalSelfAttention, Packed, attention, segment_mask
+from megazoo.layers import CausalSelfAttention, Packed, attend, segment_mask
 from megazoo.layers.masks import masks_of_chunks
 from megazoo.models import masks as model_masks
 from megazoo.parallel.sequence import SequenceCut
@@ -38,8 +38,8 @@ def trained(config, layout, packed, several=True):
         if packed:
             real = masks_of_chunks
             patch.setattr(batches, "_takes_boundaries", lambda ctx: True)
-            patch.setattr(attention, "varlen_attention", each_alone)
-            patch.setattr(attention, "HALF", (torch.float32,))
+            patch.setattr(attend, "varlen_attention", each_alone)
+            patch.setattr(attend, "HALF", (torch.float32,))
             always = lambda *args, packed, **how: real(*args, packed=True, **how)  # noqa: E731
             patch.setattr(model_masks, "masks_of_chunks", always)
         ctx = context(**layout)
@@ -145,7 +145,7 @@ def test_what_the_kernel_takes():
 
 
 def test_one_layer_computes_and_differentiates_as_by_a_mask(monkeypatch):
-    monkeypatch.setattr(attention, "varlen_attention", each_alone)
+    monkeypatch.setattr(attend, "varlen_attention", each_alone)
     layer, ids = CausalSelfAttention(32, 4, 2, scale=0.3), documents()
     x, results = torch.randn(8, 15, 32), []
     packed = Packed(batches._boundaries(ids, 0, 1), 15)
@@ -214,18 +214,18 @@ def check_chunks(method, cp, case, empty):
             heads = (x[:, :, : chunk.stop].repeat_interleave(2, dim=1) for x in (k, v))
             expected = by_hand(q, *heads, ids, chunk)
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(attention, "varlen_attention", each_alone)
-                found = layer._attend_here(q, k[:, :, : chunk.stop], v[:, :, : chunk.stop], mask)
+                patch.setattr(attend, "varlen_attention", each_alone)
+                found = layer.attend._here(q, k[:, :, : chunk.stop], v[:, :, : chunk.stop], mask)
             torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("method", ["allgather", "ulysses"])
 def test_no_rows_need_no_documents(monkeypatch, method):
     """CUDA's kernel refuses none; a replica's batch may have no rows."""
-    monkeypatch.setattr(attention, "varlen_attention", None)
+    monkeypatch.setattr(attend, "varlen_attention", None)
     layer = CausalSelfAttention(16, 4, 2, ctx=context())
     cut = SequenceCut(8, 2, 1, method)
     masks = masks_of_chunks(cut, 0, torch.float32, CPU, packed=True).masks
     for chunk, mask in zip(cut.queries, masks, strict=True):
         q, k = torch.randn(0, 4, len(chunk), 4), torch.randn(0, 2, chunk.stop, 4)
-        assert layer._attend_here(q, k, k, mask).shape == q.shape
+        assert layer.attend._here(q, k, k, mask).shape == q.shape

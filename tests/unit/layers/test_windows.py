@@ -19,7 +19,7 @@ from megazoo.layers import (
     MaskPerWindow,
     Packed,
     Rotary,
-    attention,
+    attend,
     rotate,
     segment_mask,
 )
@@ -70,7 +70,7 @@ def test_a_window_has_a_place_for_the_token_itself():
 
 
 def test_packed_documents_have_the_window_too(monkeypatch):
-    monkeypatch.setattr(attention, "varlen_attention", each_alone)
+    monkeypatch.setattr(attend, "varlen_attention", each_alone)
     layer, x = built(3), torch.randn(2, TOKENS, HEADS * SIZE)
     segments = torch.tensor([[0] * 9 + [1] * 7, [2] * 16])
     packed = Packed(torch.tensor([0, 9, 16, 32], dtype=torch.int32), TOKENS)
@@ -106,7 +106,7 @@ def test_layers_of_one_window_share_a_mask():
 def test_the_mask_is_made_once_for_all_layers():
     model = megazoo.from_config(MistralConfig(**TINY, window=5), seed=3)
     ids = torch.randint(0, 61, (2, TOKENS))
-    with mock.patch("megazoo.layers.attention.window_mask", side_effect=AssertionError):
+    with mock.patch("megazoo.layers.attend.window_mask", side_effect=AssertionError):
         model(ids)
 
 

@@ -119,7 +119,7 @@ def test_attention_breaks_only_where_ranks_meet(ranks):
         for graphs, reasons in ranks(graphs_of_attention, 2, **layout, timeout=240):
             assert graphs == 4
             assert reasons
-            assert all("_attend_across_ranks" in reason for reason in reasons)
+            assert all("_across_ranks" in reason for reason in reasons)
 
 
 def test_a_machine_without_a_compiler_gets_one_line(monkeypatch):
