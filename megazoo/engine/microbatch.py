@@ -1,6 +1,6 @@
 """The inputs of a stage for one micro-batch, and the output of a forward."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NoReturn, TypeVar
 
@@ -66,15 +66,25 @@ class Output:
         )
 
 
-def static_steps(forward_stage: ForwardStage) -> ForwardStage:
-    """Decorate a family's `forward_stage` that also supports a StaticKVCache.
+def static_steps(forward_stage: ForwardStage, parts: Sequence[str] = ()) -> ForwardStage:
+    """Decorate a family's `forward_stage` that also supports a StaticKVCache, or a method that it
+    calls. parts: the names of those methods, each of which must be decorated, too.
 
     Generation on CUDA then passes a StaticKVCache for steps of one token, and captures them as a
     CUDA graph. Such a function must not read tensors on the host. It takes the positions of tokens
     from the attention, `batch.positions` and `batch.position`, not from `batch.keys`.
     """
-    vars(forward_stage)["static_steps"] = True
+    vars(forward_stage)["static_steps"] = tuple(parts)
     return forward_stage
+
+
+def takes_static_steps(model: Any) -> bool:
+    """Return whether a model's forward of a stage is decorated with `static_steps`, and its
+    parts."""
+    parts = getattr(model.forward_stage, "static_steps", None)
+    return parts is not None and all(
+        hasattr(getattr(model, part), "static_steps") for part in parts
+    )
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from megazoo.engine.microbatch import MicroBatch
+from megazoo.engine.microbatch import takes_static_steps as forward_takes_static_steps
 from megazoo.generate.decoding import BeamSearch, Choice, Chooser, Sampler
 from megazoo.generate.graph import StepGraph
 from megazoo.generate.prefill import Prefix, PromptChunk, pieces_of, shared_prefix
@@ -23,7 +24,7 @@ def takes_static_steps(model: Any) -> bool:
     use CausalSelfAttention. On a CPU, growing shapes are cheaper."""
     return (
         model.ctx.device.type == "cuda"
-        and getattr(model.forward_stage, "static_steps", False)
+        and forward_takes_static_steps(model)
         and all(map(_takes_static_cache, model.layers.values()))
     )
 

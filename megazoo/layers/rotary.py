@@ -33,6 +33,20 @@ def options_of(kind: str) -> set[str]:
     return {*OPTIONS, *SCALINGS.get(kind, ())}
 
 
+def rotated_features(head_size: int, fraction: float) -> int:
+    """Return the number of a head's features that are rotated, the first ones. fraction: their
+    share. UserError if the number is odd or out of range."""
+    rotated = int(head_size * fraction)
+    if fraction == 1:
+        return rotated
+    if rotated % 2 or not 0 < rotated <= head_size:
+        raise UserError(
+            f"rotary_fraction {fraction} rotates {rotated} of a head's {head_size} features: it "
+            f"must be an even number from 2 to {head_size}"
+        )
+    return rotated
+
+
 class Rotary:
     """Compute the cos and sin that rotate queries and keys. Angles are fp32 for every model dtype.
 

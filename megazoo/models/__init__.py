@@ -4,6 +4,7 @@ from megazoo.models.base import Model
 from megazoo.models.bloom import Bloom
 from megazoo.models.config import ModelConfig
 from megazoo.models.counts import flops_per_token, parameter_count
+from megazoo.models.decoder import Decoder
 from megazoo.models.falcon import Falcon
 from megazoo.models.gemma2 import Gemma2
 from megazoo.models.gemma3 import Gemma3
@@ -39,6 +40,7 @@ __all__ = [
     "GPT2",
     "MPT",
     "Bloom",
+    "Decoder",
     "Falcon",
     "Gemma2",
     "Gemma3",

@@ -22,6 +22,7 @@ from megazoo.layers.layer import declared
 from megazoo.models.attachment import Attachment
 from megazoo.models.building import fill, make_empty, make_on_meta
 from megazoo.models.config import add_missing_fields, check_sizes
+from megazoo.models.costs import stage_costs
 from megazoo.models.freezing import Freezing
 from megazoo.models.hugging_face.names import HFFiles, HFNames
 from megazoo.models.outputs import (
@@ -69,10 +70,10 @@ class Layers(nn.ModuleDict):
 class Model(BatchCalls, Freezing, Saving, nn.Module):
     """Hold this rank's stages of a language model or sequence classifier.
 
-    `megazoo.from_config` and `megazoo.from_pretrained` build models. A new family subclasses Model,
-    and defines Config, presets, Block, stage_costs and `forward_stage`; `megazoo.register`
-    registers it. Parameter names are global: `layers.17.mlp.up.weight` belongs to layer 17 of the
-    whole model.
+    `megazoo.from_config` and `megazoo.from_pretrained` build models. A new family subclasses
+    Decoder, or Model if its stages have other parts; `megazoo.register` registers it. It defines
+    Config, presets, Block and, as a Model, `forward_stage`. Parameter names are global:
+    `layers.17.mlp.up.weight` belongs to layer 17 of the whole model.
 
     Args:
         config: the family's config.
@@ -85,10 +86,12 @@ class Model(BatchCalls, Freezing, Saving, nn.Module):
     Config: type[Any]  # a ModelConfig, or a dataclass with the same fields
     Block: Callable[..., nn.Module]  # a layer: Block(config, its index in the whole model)
     presets: dict
+    # None on a rank whose stages lack it
     embedding: VocabParallelEmbedding
-    layers: nn.ModuleDict
+    norm: nn.Module
     head: LanguageModelHead
     score: ClassifierHead
+    layers: nn.ModuleDict
     HUGGING_FACE = HFFiles()  # properties of its Hugging Face directories, except the names
     HUGGING_FACE_NAMES: ClassVar[dict[str, HFNames]] = {}  # megazoo's names to Hugging Face's
 
@@ -121,6 +124,8 @@ class Model(BatchCalls, Freezing, Saving, nn.Module):
         self.weights_path: str | None = None  # the directory that the weights were read from
         # the sources of the weights until a step, from which fp32 masters start
         self.read_from: Sequence[TensorSource] = ()
+        for part in ("embedding", "norm", "head", "score"):
+            setattr(self, part, None)
 
     def __setattr__(self, name: str, value) -> None:
         """Set an attribute; UserError for a method that the head defines."""
@@ -132,8 +137,9 @@ class Model(BatchCalls, Freezing, Saving, nn.Module):
 
     @classmethod
     def stage_costs(cls, config: Any) -> tuple[float, float, float]:
-        """Return the multiply-adds per token of one layer, of the embedding, and of the head."""
-        raise NotImplementedError
+        """Return the multiply-adds per token of one layer, of the embedding, and of the head. The
+        layers are divided into stages by them."""
+        return stage_costs(cls, config)
 
     @classmethod
     def longest_sequence(cls, config: Any) -> int:
@@ -264,7 +270,7 @@ class Model(BatchCalls, Freezing, Saving, nn.Module):
             self.score = ClassifierHead(self.config)
             return
         tied = self._ties_head()
-        if tied and not hasattr(self, "embedding"):
+        if tied and self.embedding is None:
             raise UserError("the head is tied to the embedding: call add_embedding() before it")
         self.head = head(self.config, embedding=self.embedding if tied else None, **options)
 

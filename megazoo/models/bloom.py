@@ -16,19 +16,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from megazoo.engine.microbatch import MicroBatch, static_steps
 from megazoo.layers import MLP, ALiBi, CausalSelfAttention, Dropout, LayerNorm
 from megazoo.layers.layer import Layer
 from megazoo.layers.mlp import gelu_tanh
-from megazoo.models.base import Model
 from megazoo.models.config import ModelConfig
+from megazoo.models.decoder import Decoder
 from megazoo.models.hugging_face import bloom as hugging_face
 from megazoo.models.hugging_face.config import ConfigReader
 from megazoo.models.masks import alibi_mask_of
 from megazoo.models.registry import register
-from megazoo.parallel.context import ParallelContext
-from megazoo.parallel.stages import Stage
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ class Block(Layer):
 
 
 @register("bloom")
-class Bloom(Model):
+class Bloom(Decoder):
     Config, Block = BloomConfig, Block
     HUGGING_FACE_NAMES = hugging_face.NAMES
     HUGGING_FACE = hugging_face.FILES
@@ -103,32 +102,24 @@ class Bloom(Model):
         "bloom-176b": BloomConfig(250880, 2048, 14336, 70, 112),
     }
 
-    def __init__(self, config: BloomConfig, ctx: ParallelContext, seed: int = 0):
-        super().__init__(config, ctx, seed)
-        c = config
-        self.add_embedding()
-        if self.has_first:
-            self.embedding_norm = LayerNorm(c.hidden_size, c.norm_epsilon)
-        self.add_layers()
+    def add_first(self) -> None:
+        self.embedding_norm = self.make_norm()
+
+    def add_shared(self) -> None:
         self.alibi = None  # the bias of this rank's heads, one for all layers
         if self.layers:
             layer: Any = next(iter(self.layers.values()))
-            self.alibi = ALiBi(c.heads, layer.attention.heads)
-        if self.has_last:
-            self.norm = LayerNorm(c.hidden_size, c.norm_epsilon)
-        self.add_head()
+            self.alibi = ALiBi(self.config.heads, layer.attention.heads)
+
+    def make_norm(self) -> nn.Module:
+        return LayerNorm(self.config.hidden_size, self.config.norm_epsilon)
 
     @static_steps
-    def forward_stage(self, x: torch.Tensor, batch: MicroBatch, stage: Stage) -> torch.Tensor:
-        if stage.first:  # x: token ids [batch, sequence]
-            x = self.embedding_norm(self.embedding(x))
-        if self.alibi is not None:
-            mask = alibi_mask_of(batch, self.alibi, x.dtype, x.device)
-            x = self.run_layers(x, stage, batch, mask)  # x: [batch, sequence, hidden]
-        return self.norm(x) if stage.last else x
+    def embed(self, ids: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        return self.embedding_norm(self.embedding(ids))
 
-    @classmethod
-    def stage_costs(cls, config: BloomConfig) -> tuple[float, float, float]:
-        c = config
-        layer = c.hidden_size * (12 * c.hidden_size + c.max_positions)
-        return layer, 2 * c.hidden_size, (c.num_labels or c.vocab_size) * c.hidden_size
+    @static_steps
+    def layer_inputs(self, x: torch.Tensor, batch: MicroBatch) -> tuple:
+        if self.alibi is None:  # no layers
+            return (None,)
+        return (alibi_mask_of(batch, self.alibi, x.dtype, x.device),)

@@ -2,14 +2,11 @@
 
 from typing import Any
 
-from torch import nn
-
-from megazoo.layers.layer import declared
 from megazoo.models.attachment import Attachment
 from megazoo.models.base import Model
+from megazoo.models.costs import flops_of, flops_of_product
 from megazoo.models.registry import FAMILIES, family_of
 from megazoo.parallel.context import ParallelContext
-from megazoo.parallel.module import ShardedModule
 
 
 def parameter_count(
@@ -65,41 +62,8 @@ def flops_per_token(
     """
     model = whole_model(config, train_only, attached)
     all_trained = all(parameter.requires_grad for parameter in model.parameters())
-    flops, passes = _flops(model, all_trained, seq_length)
+    flops, passes = flops_of(model, all_trained, seq_length)
     if not model.config.num_labels:
         head: Any = model.output_head
-        flops += _of_product(head.matrix, passes)
+        flops += flops_of_product(head.matrix, passes)
     return flops
-
-
-def _of_product(weight: nn.Parameter, passes: bool) -> int:
-    """Return the FLOPs of a token's product with a weight. passes: whether its input has a
-    gradient."""
-    return 2 * weight.numel() * (1 + weight.requires_grad + passes)
-
-
-def _flops(module: nn.Module, passes: bool, seq_length: int) -> tuple[int, bool]:
-    """Return the FLOPs of a module, and whether what it returns has a gradient.
-
-    Modules are assumed to run in the order in which they were created. passes: whether the input
-    of the module has a gradient. seq_length: 0 inside a module that declares score_features.
-    """
-    returns = passes or any(parameter.requires_grad for parameter in module.parameters())
-    flops, inner = 0, passes
-    multiplied = module.multiplied if isinstance(module, ShardedModule) else ()
-    for name in ("weight",) if isinstance(module, nn.Linear) else multiplied:
-        weight = getattr(module, name)
-        flops += round(declared(module, "token_share") * _of_product(weight, inner))
-        inner = inner or weight.requires_grad
-    seq_length = min(seq_length, declared(module, "window") or seq_length)
-    features = declared(module, "score_features")
-    if features is not None:
-        flops += 4 * features * seq_length * (3 if returns else 1)
-        seq_length = 0
-    inner = passes
-    for child in module.children():
-        of_child, after = _flops(child, inner, seq_length)
-        flops += of_child
-        if not declared(module, "same_input"):
-            inner = after
-    return flops, returns

@@ -126,16 +126,3 @@ class Block(llama.Block):
         if not self.is_sparse:
             return x + self.mlp(normed)
         return x + self.moe(normed, batch.is_token(self.ctx))
-
-
-class SparseLlama(llama.Llama):
-    """Base class of the families of llama.py with experts."""
-
-    @classmethod
-    def stage_costs(cls, config: Any) -> tuple[float, float, float]:
-        layer, first, last = super().stage_costs(config)
-        mlp = 3 * config.hidden_size * config.ffn_size
-        active = config.experts_per_token * (config.expert_size or config.ffn_size)
-        sparse = config.hidden_size * (config.experts + 3 * (active + config.shared_size))
-        count = sum(config.has_experts(index) for index in range(config.layers))
-        return layer + count / config.layers * (sparse - mlp), first, last

@@ -12,19 +12,18 @@ import math
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from megazoo.engine.microbatch import MicroBatch, static_steps
 from megazoo.layers import MLP, CausalSelfAttention, Dropout, LayerNorm, Rotary, activation_named
 from megazoo.layers.fused import CosAndSin
 from megazoo.layers.layer import Layer
-from megazoo.models.base import Model
 from megazoo.models.config import ModelConfig
+from megazoo.models.decoder import Decoder
 from megazoo.models.hugging_face import falcon as hugging_face
 from megazoo.models.hugging_face.config import ConfigReader
 from megazoo.models.masks import mask_of
 from megazoo.models.registry import register
-from megazoo.parallel.context import ParallelContext
-from megazoo.parallel.stages import Stage
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,7 @@ class Block(Layer):
 
 
 @register("falcon")
-class Falcon(Model):
+class Falcon(Decoder):
     Config, Block = FalconConfig, Block
     HUGGING_FACE_NAMES = hugging_face.NAMES
     HUGGING_FACE = hugging_face.FILES
@@ -113,28 +112,14 @@ class Falcon(Model):
         "falcon-40b": FalconConfig(65024, 2048, 8192, 60, 128, 8, separate_norms=True),
     }
 
-    def __init__(self, config: FalconConfig, ctx: ParallelContext, seed: int = 0):
-        super().__init__(config, ctx, seed)
-        c = config
+    def add_shared(self) -> None:
+        c = self.config
         self.rotary = Rotary(c.hidden_size // c.heads, c.rope_theta, c.max_positions)
-        self.add_embedding()
-        self.add_layers()
-        if self.has_last:
-            self.norm = LayerNorm(c.hidden_size, c.norm_epsilon)
-        self.add_head()
+
+    def make_norm(self) -> nn.Module:
+        return LayerNorm(self.config.hidden_size, self.config.norm_epsilon)
 
     @static_steps
-    def forward_stage(self, x: torch.Tensor, batch: MicroBatch, stage: Stage) -> torch.Tensor:
-        if stage.first:  # x: token ids [batch, sequence]
-            x = self.embedding(x)
+    def layer_inputs(self, x: torch.Tensor, batch: MicroBatch) -> tuple:
         rotary = self.rotary(batch.positions(x.device), x.dtype)
-        mask = mask_of(batch, self.layers, x.dtype)
-        x = self.run_layers(x, stage, batch, rotary, mask)  # x: [batch, sequence, hidden]
-        return self.norm(x) if stage.last else x
-
-    @classmethod
-    def stage_costs(cls, config: FalconConfig) -> tuple[float, float, float]:
-        c, kv_size = config, config.hidden_size // config.heads * config.kv_heads
-        layer = 2 * c.hidden_size * (c.hidden_size + kv_size + c.ffn_size)
-        scores = c.max_positions * c.hidden_size
-        return layer + scores, 2 * c.hidden_size, (c.num_labels or c.vocab_size) * c.hidden_size
+        return rotary, mask_of(batch, self.layers, x.dtype)

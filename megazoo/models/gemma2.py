@@ -24,11 +24,8 @@ from megazoo.models.hugging_face import llama as hugging_face
 from megazoo.models.hugging_face.config import ConfigReader
 from megazoo.models.hugging_face.names import HFNames
 from megazoo.models.hugging_face.windows import read_layer_pattern, write_layer_pattern
-from megazoo.models.masks import mask_of
 from megazoo.models.registry import register
-from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.shard import ParameterSpec, Shard
-from megazoo.parallel.stages import Stage
 
 NAMES = hugging_face.NAMES | {
     f"layers.{{}}.{name}": HFNames(f"model.layers.{{}}.{hf_name}_layernorm")
@@ -39,6 +36,28 @@ NAMES = hugging_face.NAMES | {
         "after_mlp": "post_feedforward",
     }.items()
 }
+
+
+class GemmaNorm(RMSNorm):
+    """RMSNorm that multiplies by 1 + weight, in fp32.
+
+    Args:
+        hidden_size: size of the last dimension.
+        eps: added to the mean square.
+        parallel: as in RMSNorm.
+    """
+
+    shown = ("eps",)
+
+    def __init__(self, hidden_size: int, eps: float, *, parallel: bool = False):
+        Layer.__init__(self)
+        self.eps = eps
+        shard = Shard(0, (hidden_size,), (hidden_size,)) if parallel else None
+        self.add_parameter("weight", ParameterSpec((hidden_size,), shard))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = 1 + self.use("weight").float()
+        return rms_norm(x.float(), weight, self.eps).to(x.dtype)
 
 
 @dataclass(frozen=True)
@@ -61,6 +80,7 @@ class Gemma2Config(llama.LlamaFamilyConfig):
     query_scalar: int = 256  # the scores are divided by its root
     score_cap: float | None = 50.0
     logit_cap: float | None = 30.0
+    norm = GemmaNorm
 
     FIELDS: ClassVar = {
         "query_pre_attn_scalar": "query_scalar",
@@ -89,36 +109,13 @@ class Gemma2Config(llama.LlamaFamilyConfig):
         return values | own | write_layer_pattern(self)
 
 
-class GemmaNorm(RMSNorm):
-    """RMSNorm that multiplies by 1 + weight, in fp32.
-
-    Args:
-        hidden_size: size of the last dimension.
-        eps: added to the mean square.
-        parallel: as in RMSNorm.
-    """
-
-    shown = ("eps",)
-
-    def __init__(self, hidden_size: int, eps: float, *, parallel: bool = False):
-        Layer.__init__(self)
-        self.eps = eps
-        shard = Shard(0, (hidden_size,), (hidden_size,)) if parallel else None
-        self.add_parameter("weight", ParameterSpec((hidden_size,), shard))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight = 1 + self.use("weight").float()
-        return rms_norm(x.float(), weight, self.eps).to(x.dtype)
-
-
 class Block(llama.Block):
     kernel_masks = True
 
     def __init__(self, config: Gemma2Config, index: int):
         super().__init__(config, index)
         size, eps = config.hidden_size, config.norm_epsilon
-        self.attention_norm, self.after_attention = GemmaNorm(size, eps), GemmaNorm(size, eps)
-        self.mlp_norm, self.after_mlp = GemmaNorm(size, eps), GemmaNorm(size, eps)
+        self.after_attention, self.after_mlp = GemmaNorm(size, eps), GemmaNorm(size, eps)
 
     def attention_settings(self, config: Gemma2Config, index: int) -> dict:
         window = 0 if (index + 1) % config.full_every == 0 else config.window
@@ -152,20 +149,10 @@ class Gemma2(llama.Llama):
         ),
     }  # fmt: skip
 
-    def __init__(self, config: Gemma2Config, ctx: ParallelContext, seed: int = 0):
-        super().__init__(config, ctx, seed)
-        if self.has_last:
-            self.norm = GemmaNorm(config.hidden_size, config.norm_epsilon)
-
     def add_head(self) -> None:
         super().add_head(soft_cap=self.config.logit_cap)
 
     @static_steps
-    def forward_stage(self, x: torch.Tensor, batch: MicroBatch, stage: Stage) -> torch.Tensor:
-        if stage.first:  # x: token ids [batch, sequence]
-            x = self.embedding(x)
-            x = x * torch.tensor(self.config.hidden_size**0.5, dtype=x.dtype, device=x.device)
-        rotary = self.rotary(batch.positions(x.device), x.dtype, batch.longest)
-        mask = mask_of(batch, self.layers, x.dtype)
-        x = self.run_layers(x, stage, batch, rotary, mask)  # x: [batch, sequence, hidden]
-        return self.norm(x) if stage.last else x
+    def embed(self, ids: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        x = self.embedding(ids)
+        return x * torch.tensor(self.config.hidden_size**0.5, dtype=x.dtype, device=x.device)

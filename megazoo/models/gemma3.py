@@ -8,20 +8,12 @@ others have the scaling for longer contexts. All other parts are as in gemma2.py
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
-import torch
-
-from megazoo.engine.microbatch import MicroBatch, static_steps
-from megazoo.layers import Rotary
-from megazoo.layers.fused import CosAndSin
-from megazoo.models import gemma2
+from megazoo.models import gemma2, windows
 from megazoo.models.gemma2 import GemmaNorm
 from megazoo.models.hugging_face.config import ConfigReader
 from megazoo.models.hugging_face.llama import read_rotary_by_layer, write_rotary_by_layer
 from megazoo.models.hugging_face.names import HFNames
-from megazoo.models.masks import mask_of
 from megazoo.models.registry import register
-from megazoo.parallel.context import ParallelContext
-from megazoo.parallel.stages import Stage
 
 
 @dataclass(frozen=True)
@@ -51,7 +43,7 @@ class Gemma3Config(gemma2.Gemma2Config):
         return values
 
 
-class Block(gemma2.Block):
+class Block(windows.WindowBlock, gemma2.Block):
     kernel_masks = True
 
     def attention_settings(self, config: Gemma3Config, index: int) -> dict:
@@ -60,18 +52,9 @@ class Block(gemma2.Block):
         norms = [GemmaNorm(config.head_size, config.norm_epsilon, parallel=True) for _ in "qk"]
         return settings | {"q_norm": norms[0], "k_norm": norms[1]}
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        batch: MicroBatch,
-        rotary: tuple[CosAndSin, CosAndSin],
-        mask: torch.Tensor | None,
-    ) -> torch.Tensor:
-        return super().forward(x, batch, rotary[self.has_window], mask)
-
 
 @register("gemma3")
-class Gemma3(gemma2.Gemma2):
+class Gemma3(windows.WindowLlama, gemma2.Gemma2):
     Config, Block = Gemma3Config, Block
     HUGGING_FACE_NAMES = gemma2.NAMES | {
         "layers.{}.attention.q_norm": HFNames("model.layers.{}.self_attn.q_norm"),
@@ -85,21 +68,3 @@ class Gemma3(gemma2.Gemma2):
         "gemma3-270m": Gemma3Config(262144, 32768, 640, 18, 4, 1, ffn_size=2048, window=512),
         "gemma3-1b": Gemma3Config(262144, 32768, 1152, 26, 4, 1, ffn_size=6912, window=512),
     }  # fmt: skip
-
-    def __init__(self, config: Gemma3Config, ctx: ParallelContext, seed: int = 0):
-        super().__init__(config, ctx, seed)
-        self.window_rotary = Rotary(config.head_size, config.window_theta, config.max_positions)
-
-    @static_steps
-    def forward_stage(self, x: torch.Tensor, batch: MicroBatch, stage: Stage) -> torch.Tensor:
-        if stage.first:  # x: token ids [batch, sequence]
-            x = self.embedding(x)
-            x = x * torch.tensor(self.config.hidden_size**0.5, dtype=x.dtype, device=x.device)
-        positions = batch.positions(x.device)
-        rotary = (
-            self.rotary(positions, x.dtype, batch.longest),
-            self.window_rotary(positions, x.dtype),
-        )
-        mask = mask_of(batch, self.layers, x.dtype)
-        x = self.run_layers(x, stage, batch, rotary, mask)  # x: [batch, sequence, hidden]
-        return self.norm(x) if stage.last else x

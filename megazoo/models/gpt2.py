@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import nn
 
 from megazoo.engine.microbatch import MicroBatch, static_steps
 from megazoo.layers import (
@@ -38,14 +39,12 @@ from megazoo.layers import (
     activation_named,
 )
 from megazoo.layers.layer import Layer
-from megazoo.models.base import Model
 from megazoo.models.config import ModelConfig
+from megazoo.models.decoder import Decoder
 from megazoo.models.hugging_face import gpt2 as hugging_face
 from megazoo.models.hugging_face.config import ConfigReader
 from megazoo.models.masks import mask_of
 from megazoo.models.registry import register
-from megazoo.parallel.context import ParallelContext
-from megazoo.parallel.stages import Stage
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,7 @@ class Block(Layer):
 
 
 @register("gpt2")
-class GPT2(Model):
+class GPT2(Decoder):
     Config, Block = GPT2Config, Block
     presets = {
         "gpt2-tiny": GPT2Config(
@@ -135,30 +134,19 @@ class GPT2(Model):
     HUGGING_FACE_NAMES: ClassVar = hugging_face.NAMES
     HUGGING_FACE = hugging_face.FILES
 
-    def __init__(self, config: GPT2Config, ctx: ParallelContext, seed: int = 0):
-        super().__init__(config, ctx, seed)
-        c = config
-        self.add_embedding()
-        if self.has_first:
-            self.position_embedding = PositionEmbedding(c.max_positions, c.hidden_size)
-            self.embedding_dropout = Dropout(c.embedding_dropout)
-        self.add_layers()
-        if self.has_last:
-            self.norm = LayerNorm(c.hidden_size, c.layer_norm_epsilon)
-        self.add_head()
+    def add_first(self) -> None:
+        c = self.config
+        self.position_embedding = PositionEmbedding(c.max_positions, c.hidden_size)
+        self.embedding_dropout = Dropout(c.embedding_dropout)
+
+    def make_norm(self) -> nn.Module:
+        return LayerNorm(self.config.hidden_size, self.config.layer_norm_epsilon)
 
     @static_steps
-    def forward_stage(self, x: torch.Tensor, batch: MicroBatch, stage: Stage) -> torch.Tensor:
-        if stage.first:  # x: token ids [batch, sequence]
-            x = self.embedding(x) + self.position_embedding(batch.positions(x.device))
-            x = self.embedding_dropout(x, batch.dropout_seed)
-        mask = mask_of(batch, self.layers, x.dtype)
-        x = self.run_layers(x, stage, batch, mask)  # x: [batch, sequence, hidden]
-        return self.norm(x) if stage.last else x
+    def embed(self, ids: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        x = self.embedding(ids) + self.position_embedding(batch.positions(ids.device))
+        return self.embedding_dropout(x, batch.dropout_seed)
 
-    @classmethod
-    def stage_costs(cls, config: GPT2Config) -> tuple[float, float, float]:
-        c = config
-        layer = 4 * c.hidden_size**2 + 2 * c.hidden_size * c.ffn_size
-        scores = c.max_positions * c.hidden_size
-        return layer + scores, 2 * c.hidden_size, (c.num_labels or c.vocab_size) * c.hidden_size
+    @static_steps
+    def layer_inputs(self, x: torch.Tensor, batch: MicroBatch) -> tuple:
+        return (mask_of(batch, self.layers, x.dtype),)

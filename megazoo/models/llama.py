@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 
 from megazoo.engine.microbatch import MicroBatch, static_steps
 from megazoo.layers import (
@@ -38,14 +39,13 @@ from megazoo.layers import (
     activation_named,
 )
 from megazoo.layers.layer import Layer
-from megazoo.models.base import Model
+from megazoo.layers.rotary import rotated_features
 from megazoo.models.config import ModelConfig
+from megazoo.models.decoder import Decoder
 from megazoo.models.hugging_face import llama as hugging_face
 from megazoo.models.hugging_face.config import ConfigReader
 from megazoo.models.masks import mask_of
 from megazoo.models.registry import register
-from megazoo.parallel.context import ParallelContext
-from megazoo.parallel.stages import Stage
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,11 @@ class LlamaFamilyConfig(ModelConfig):
     rope_scaling: dict | None = None  # Hugging Face's keys: see megazoo.layers.Rotary
     attention_dropout: float = 0.0  # of the attention probabilities
     tie_embeddings: bool = False
-    # A family with optional biases declares these as fields.
+    # A family in which these vary declares them as fields.
     attention_bias = False
     mlp_bias = False
+    rotary_fraction = 1.0  # share of a head's features (the first ones) that are rotated
+    norm = RMSNorm  # the class of all norms of the size hidden_size: norm(size, epsilon)
 
     def __post_init__(self):
         if not self.kv_heads:
@@ -102,7 +104,8 @@ LLAMA3_SCALING = {
 
 def _rotary(c: LlamaFamilyConfig) -> Rotary:
     head_size = c.head_size or c.hidden_size // c.heads
-    return Rotary(head_size, c.rope_theta, c.max_positions, c.rope_scaling)
+    rotated = rotated_features(head_size, c.rotary_fraction)
+    return Rotary(rotated, c.rope_theta, c.max_positions, c.rope_scaling)
 
 
 class Block(Layer):
@@ -115,7 +118,7 @@ class Block(Layer):
         super().__init__()
         c, residual_std = config, 0.02 / math.sqrt(2 * config.layers)
         settings: dict[str, Any] = {"bias": c.attention_bias} | self.attention_settings(c, index)
-        self.attention_norm = RMSNorm(c.hidden_size, c.norm_epsilon)
+        self.attention_norm = c.norm(c.hidden_size, c.norm_epsilon)
         self.attention = CausalSelfAttention(
             c.hidden_size,
             c.heads,
@@ -125,7 +128,7 @@ class Block(Layer):
             output_std=residual_std,
             **settings,
         )
-        self.mlp_norm = RMSNorm(c.hidden_size, c.norm_epsilon)
+        self.mlp_norm = c.norm(c.hidden_size, c.norm_epsilon)
         self.add_mlp(c, index, residual_std)
 
     def add_mlp(self, config: LlamaFamilyConfig, index: int, residual_std: float) -> None:
@@ -158,7 +161,7 @@ class Block(Layer):
 
 
 @register("llama")
-class Llama(Model):
+class Llama(Decoder):
     Config, Block = LlamaConfig, Block
     presets = {
         "llama-tiny": LlamaConfig(
@@ -193,23 +196,16 @@ class Llama(Model):
     HUGGING_FACE_NAMES: ClassVar = hugging_face.NAMES
     HUGGING_FACE = hugging_face.FILES
 
-    def __init__(self, config: LlamaFamilyConfig, ctx: ParallelContext, seed: int = 0):
-        super().__init__(config, ctx, seed)
-        self.rotary = _rotary(config)
-        self.add_embedding()
-        self.add_layers()
-        if self.has_last:
-            self.norm = RMSNorm(config.hidden_size, config.norm_epsilon)
-        self.add_head()
+    def add_shared(self) -> None:
+        self.rotary = _rotary(self.config)
+
+    def make_norm(self) -> nn.Module:
+        return self.config.norm(self.config.hidden_size, self.config.norm_epsilon)
 
     @static_steps
-    def forward_stage(self, x: torch.Tensor, batch: MicroBatch, stage: Stage) -> torch.Tensor:
-        if stage.first:  # x: token ids [batch, sequence]
-            x = self.embedding(x)
+    def layer_inputs(self, x: torch.Tensor, batch: MicroBatch) -> tuple:
         rotary = self.rotary(batch.positions(x.device), x.dtype, batch.longest)
-        mask = mask_of(batch, self.layers, x.dtype)
-        x = self.run_layers(x, stage, batch, rotary, mask)  # x: [batch, sequence, hidden]
-        return self.norm(x) if stage.last else x
+        return rotary, mask_of(batch, self.layers, x.dtype)
 
     @classmethod
     def longest_sequence(cls, config: LlamaConfig) -> int:
@@ -222,12 +218,3 @@ class Llama(Model):
         # Beyond the model's context, dynamic scaling rotates all keys again for every token.
         kind = (config.rope_scaling or {}).get("rope_type")
         return kind != "dynamic" or length <= config.max_positions
-
-    @classmethod
-    def stage_costs(cls, config: LlamaConfig) -> tuple[float, float, float]:
-        c, head_size = config, config.head_size or config.hidden_size // config.heads
-        projections = 2 * c.hidden_size * head_size * (c.heads + c.kv_heads)
-        # at a typical training length, not the maximum
-        scores = min(c.max_positions, 4096) * c.heads * head_size
-        layer = projections + scores + 3 * c.hidden_size * c.ffn_size
-        return layer, 2 * c.hidden_size, (c.num_labels or c.vocab_size) * c.hidden_size

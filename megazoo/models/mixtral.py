@@ -7,7 +7,7 @@ experts.py. All other parts are as in mistral.py. The published models have no w
 from dataclasses import dataclass
 from typing import ClassVar
 
-from megazoo.models import experts, mistral
+from megazoo.models import experts, llama, mistral
 from megazoo.models.hugging_face import experts as hugging_face_experts
 from megazoo.models.hugging_face import llama as hugging_face
 from megazoo.models.hugging_face.config import ConfigReader
@@ -44,7 +44,7 @@ class Block(experts.Block, mistral.Block):
 
 
 @register("mixtral")
-class Mixtral(experts.SparseLlama):
+class Mixtral(llama.Llama):
     Config, Block = MixtralConfig, Block
     HUGGING_FACE_NAMES: ClassVar = hugging_face.NAMES | hugging_face_experts.MIXTRAL_NAMES
     presets = {

@@ -36,6 +36,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from megazoo.engine.microbatch import MicroBatch, static_steps
 from megazoo.layers import (
@@ -49,14 +50,12 @@ from megazoo.layers import (
     units_of_heads,
 )
 from megazoo.layers.layer import Layer
-from megazoo.models.base import Model
 from megazoo.models.config import ModelConfig
+from megazoo.models.decoder import Decoder
 from megazoo.models.hugging_face import mpt as hugging_face
 from megazoo.models.hugging_face.config import ConfigReader
 from megazoo.models.masks import alibi_mask_of, mask_of
 from megazoo.models.registry import register
-from megazoo.parallel.context import ParallelContext
-from megazoo.parallel.stages import Stage
 
 QK_NORM_EPSILON = 1e-5
 
@@ -145,7 +144,7 @@ class Block(Layer):
 
 
 @register("mpt")
-class MPT(Model):
+class MPT(Decoder):
     Config, Block = MPTConfig, Block
     presets = {
         "mpt-tiny": MPTConfig(
@@ -159,45 +158,37 @@ class MPT(Model):
     HUGGING_FACE_NAMES: ClassVar = hugging_face.NAMES
     HUGGING_FACE = hugging_face.FILES
 
-    def __init__(self, config: MPTConfig, ctx: ParallelContext, seed: int = 0):
-        super().__init__(config, ctx, seed)
-        c = config
-        self.add_embedding()
-        if self.has_first:
-            if c.learned_positions and not c.alibi:
-                self.position_embedding = PositionEmbedding(c.max_positions, c.hidden_size)
-            self.embedding_dropout = Dropout(c.embedding_dropout)
-        self.add_layers()
-        self.alibi = None  # the bias of this rank's heads, one for all layers
+    def add_first(self) -> None:
+        c, self.position_embedding = self.config, None
+        if c.learned_positions and not c.alibi:
+            self.position_embedding = PositionEmbedding(c.max_positions, c.hidden_size)
+        self.embedding_dropout = Dropout(c.embedding_dropout)
+
+    def add_shared(self) -> None:
+        c, self.alibi = self.config, None  # the bias of this rank's heads, one for all layers
         if c.alibi and self.layers:
             layer: Any = next(iter(self.layers.values()))
             self.alibi = ALiBi(c.heads, layer.attention.heads, c.alibi_bias_max)
-        if self.has_last:
-            self.norm = LayerNorm(c.hidden_size, c.norm_epsilon, bias=c.bias)
-        self.add_head()
+
+    def make_norm(self) -> nn.Module:
+        return LayerNorm(self.config.hidden_size, self.config.norm_epsilon, bias=self.config.bias)
 
     @static_steps
-    def forward_stage(self, x: torch.Tensor, batch: MicroBatch, stage: Stage) -> torch.Tensor:
-        if stage.first:  # x: token ids [batch, sequence]
-            x = self.embedding(x)
-            if hasattr(self, "position_embedding"):
-                x = x + self.position_embedding(batch.positions(x.device))
-            x = self.embedding_dropout(x, batch.dropout_seed)
-        if self.alibi is not None:
-            mask = alibi_mask_of(batch, self.alibi, x.dtype, x.device)
-        else:
-            mask = mask_of(batch, self.layers, x.dtype)
-        x = self.run_layers(x, stage, batch, mask)  # x: [batch, sequence, hidden]
-        if stage.last:
-            x = self.norm(x)
-            if self.config.logit_scale is not None and not self.config.num_labels:
-                x = x * self.config.logit_scale  # cheaper than scaling the logits
-        return x
+    def embed(self, ids: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        x = self.embedding(ids)
+        if self.position_embedding is not None:
+            x = x + self.position_embedding(batch.positions(ids.device))
+        return self.embedding_dropout(x, batch.dropout_seed)
 
-    @classmethod
-    def stage_costs(cls, config: MPTConfig) -> tuple[float, float, float]:
-        c, kv_size = config, config.hidden_size // config.heads * config.kv_heads
-        layer = 2 * c.hidden_size * (c.hidden_size + kv_size) + 2 * c.hidden_size * c.ffn_size
-        # at a typical training length, not the maximum
-        scores = min(c.max_positions, 4096) * c.hidden_size
-        return layer + scores, 2 * c.hidden_size, (c.num_labels or c.vocab_size) * c.hidden_size
+    @static_steps
+    def layer_inputs(self, x: torch.Tensor, batch: MicroBatch) -> tuple:
+        if self.alibi is not None:
+            return (alibi_mask_of(batch, self.alibi, x.dtype, x.device),)
+        return (mask_of(batch, self.layers, x.dtype),)
+
+    @static_steps
+    def finish(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x)
+        if self.config.logit_scale is not None and not self.config.num_labels:
+            x = x * self.config.logit_scale  # cheaper than scaling the logits
+        return x

@@ -25,7 +25,6 @@ from megazoo.models.hugging_face import llama as hugging_face
 from megazoo.models.hugging_face.config import ConfigReader
 from megazoo.models.hugging_face.names import HFNames
 from megazoo.models.registry import register
-from megazoo.parallel.context import ParallelContext
 
 NAMES = hugging_face.NAMES | {
     "layers.{}.attention_norm": HFNames("model.layers.{}.post_attention_layernorm"),
@@ -35,6 +34,14 @@ NAMES = hugging_face.NAMES | {
 }
 
 
+class OlmoNorm(RMSNorm):
+    """RMSNorm that multiplies by the weight in fp32."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.use("weight").float()
+        return rms_norm(x.float(), weight, self.eps).to(x.dtype)
+
+
 @dataclass(frozen=True)
 class Olmo2Config(llama.LlamaFamilyConfig):
     """Configure an OLMo 2. The defaults are those of transformers."""
@@ -42,6 +49,7 @@ class Olmo2Config(llama.LlamaFamilyConfig):
     vocab_size: int = 50304
     norm_epsilon: float = 1e-5
     attention_bias: bool = False  # on qkv and output
+    norm = OlmoNorm
 
     @classmethod
     def from_hugging_face(cls, fields: ConfigReader) -> Self:
@@ -49,14 +57,6 @@ class Olmo2Config(llama.LlamaFamilyConfig):
 
     def to_hugging_face(self) -> dict:
         return hugging_face.write_config(self, "olmo2")
-
-
-class OlmoNorm(RMSNorm):
-    """RMSNorm that multiplies by the weight in fp32."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight = self.use("weight").float()
-        return rms_norm(x.float(), weight, self.eps).to(x.dtype)
 
 
 def norms_of_heads(config: Any) -> dict[str, Any]:
@@ -72,11 +72,6 @@ def norms_of_heads(config: Any) -> dict[str, Any]:
 
 class Block(llama.Block):
     kernel_masks = True
-
-    def __init__(self, config: Olmo2Config, index: int):
-        super().__init__(config, index)
-        self.attention_norm = OlmoNorm(config.hidden_size, config.norm_epsilon)
-        self.mlp_norm = OlmoNorm(config.hidden_size, config.norm_epsilon)
 
     def attention_settings(self, config: Olmo2Config, index: int) -> dict:
         return norms_of_heads(config)
@@ -109,8 +104,3 @@ class Olmo2(llama.Llama):
             100352, 4096, 5120, 64, 40, 8, 0, 27648, norm_epsilon=1e-6, rope_theta=5e5
         ),
     }
-
-    def __init__(self, config: Olmo2Config, ctx: ParallelContext, seed: int = 0):
-        super().__init__(config, ctx, seed)
-        if self.has_last:
-            self.norm = OlmoNorm(config.hidden_size, config.norm_epsilon)

@@ -7,19 +7,11 @@ others rotate with the base window_theta. All other parts are as in olmo2.py.
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-import torch
-
-from megazoo.engine.microbatch import MicroBatch, static_steps
-from megazoo.layers import Rotary
-from megazoo.layers.fused import CosAndSin
-from megazoo.models import olmo2
+from megazoo.models import olmo2, windows
 from megazoo.models.hugging_face import llama as hugging_face
 from megazoo.models.hugging_face.config import ConfigReader
 from megazoo.models.hugging_face.windows import read_layer_pattern, write_layer_pattern
-from megazoo.models.masks import mask_of
 from megazoo.models.registry import register
-from megazoo.parallel.context import ParallelContext
-from megazoo.parallel.stages import Stage
 
 
 @dataclass(frozen=True)
@@ -43,22 +35,13 @@ class Olmo3Config(olmo2.Olmo2Config):
         return values | hugging_face.write_rotary_by_layer(self)
 
 
-class Block(olmo2.Block):
+class Block(windows.WindowBlock, olmo2.Block):
     kernel_masks = True
 
     def attention_settings(self, config: Olmo3Config, index: int) -> dict:
         self.has_window = bool((index + 1) % config.full_every)
         window = config.window if self.has_window else 0
         return super().attention_settings(config, index) | {"window": window or None}
-
-    def forward(
-        self,
-        x: torch.Tensor,
-        batch: MicroBatch,
-        rotary: tuple[CosAndSin, CosAndSin],
-        mask: torch.Tensor | None,
-    ) -> torch.Tensor:
-        return super().forward(x, batch, rotary[self.has_window], mask)
 
 
 YARN = {
@@ -78,28 +61,10 @@ def _published(*sizes: Any) -> Olmo3Config:
 
 
 @register("olmo3")
-class Olmo3(olmo2.Olmo2):
+class Olmo3(windows.WindowLlama, olmo2.Olmo2):
     Config, Block = Olmo3Config, Block
     presets = {
         "olmo3-tiny": Olmo3Config(257, 256, 128, 4, 4, 2, 0, 384, window=48),
         "olmo3-7b": _published(4096, 32, 32, 32, 0, 11008),
         "olmo3-32b": _published(5120, 64, 40, 8, 0, 27648),
     }
-
-    def __init__(self, config: Olmo3Config, ctx: ParallelContext, seed: int = 0):
-        super().__init__(config, ctx, seed)
-        size = config.head_size or config.hidden_size // config.heads
-        self.window_rotary = Rotary(size, config.window_theta, config.max_positions)
-
-    @static_steps
-    def forward_stage(self, x: torch.Tensor, batch: MicroBatch, stage: Stage) -> torch.Tensor:
-        if stage.first:  # x: token ids [batch, sequence]
-            x = self.embedding(x)
-        positions = batch.positions(x.device)
-        rotary = (
-            self.rotary(positions, x.dtype, batch.longest),
-            self.window_rotary(positions, x.dtype),
-        )
-        mask = mask_of(batch, self.layers, x.dtype)
-        x = self.run_layers(x, stage, batch, rotary, mask)  # x: [batch, sequence, hidden]
-        return self.norm(x) if stage.last else x

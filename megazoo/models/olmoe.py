@@ -70,7 +70,7 @@ class Block(experts.Block):
 
 
 @register("olmoe")
-class Olmoe(experts.SparseLlama):
+class Olmoe(llama.Llama):
     Config, Block = OlmoeConfig, Block
     HUGGING_FACE_NAMES: ClassVar = NAMES | hugging_face_experts.NAMES
     presets = {

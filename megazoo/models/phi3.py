@@ -15,7 +15,7 @@ import torch
 
 from megazoo.engine.microbatch import MicroBatch
 from megazoo.errors import UserError
-from megazoo.layers import Dropout, Rotary
+from megazoo.layers import Dropout
 from megazoo.layers.fused import CosAndSin
 from megazoo.models import llama
 from megazoo.models.hugging_face import llama as hugging_face
@@ -23,7 +23,6 @@ from megazoo.models.hugging_face.config import ConfigReader
 from megazoo.models.hugging_face.names import HFNames
 from megazoo.models.hugging_face.windows import read_window
 from megazoo.models.registry import register
-from megazoo.parallel.context import ParallelContext
 
 NAMES = hugging_face.NAMES | {
     "layers.{}.attention.qkv": HFNames("model.layers.{}.self_attn.qkv_proj"),
@@ -113,15 +112,3 @@ class Phi3(llama.Llama):
         "phi3-medium": Phi3Config(32064, 4096, 5120, 40, 40, 10, 0, 17920, window=2047),
         "phi4": Phi3Config(100352, 16384, 5120, 40, 40, 10, 0, 17920, rope_theta=250000.0),
     }
-
-    def __init__(self, config: Phi3Config, ctx: ParallelContext, seed: int = 0):
-        super().__init__(config, ctx, seed)
-        c = config
-        head_size = c.head_size or c.hidden_size // c.heads
-        rotated = int(head_size * c.rotary_fraction)
-        if rotated % 2 or not 0 < rotated <= head_size:
-            raise UserError(
-                f"rotary_fraction {c.rotary_fraction} rotates {rotated} of a head's {head_size} "
-                f"features: it must be an even number from 2 to {head_size}"
-            )
-        self.rotary = Rotary(rotated, c.rope_theta, c.max_positions, c.rope_scaling)

@@ -10,20 +10,19 @@ import math
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from megazoo.engine.microbatch import MicroBatch, static_steps
-from megazoo.errors import UserError
 from megazoo.layers import MLP, CausalSelfAttention, Dropout, LayerNorm, Rotary, activation_named
 from megazoo.layers.fused import CosAndSin
 from megazoo.layers.layer import Layer
-from megazoo.models.base import Model
+from megazoo.layers.rotary import rotated_features
 from megazoo.models.config import ModelConfig
+from megazoo.models.decoder import Decoder
 from megazoo.models.hugging_face import pythia as hugging_face
 from megazoo.models.hugging_face.config import ConfigReader
 from megazoo.models.masks import mask_of
 from megazoo.models.registry import register
-from megazoo.parallel.context import ParallelContext
-from megazoo.parallel.stages import Stage
 
 
 @dataclass(frozen=True)
@@ -45,12 +44,6 @@ class PythiaConfig(ModelConfig):
     attention_dropout: float = 0.0  # of the attention probabilities
     residual_dropout: float = 0.0  # of the embedding and of the outputs of attention and MLP
     tie_embeddings: bool = False
-
-    def __post_init__(self):
-        if not 0 < self.rotary_fraction <= 1:
-            raise UserError(
-                f"rotary_fraction {self.rotary_fraction} must be above 0, and at most 1"
-            )
 
     @classmethod
     def from_hugging_face(cls, fields: ConfigReader) -> "PythiaConfig":
@@ -90,7 +83,7 @@ class Block(Layer):
 
 
 @register("pythia")
-class Pythia(Model):
+class Pythia(Decoder):
     Config, Block = PythiaConfig, Block
     HUGGING_FACE_NAMES = hugging_face.NAMES
     HUGGING_FACE = hugging_face.FILES
@@ -108,36 +101,22 @@ class Pythia(Model):
         "neox-20b": PythiaConfig(50432, 2048, 6144, 44, 64, 24576, activation="gelu_fast"),
     }
 
-    def __init__(self, config: PythiaConfig, ctx: ParallelContext, seed: int = 0):
-        super().__init__(config, ctx, seed)
-        c = config
-        head_size = c.hidden_size // c.heads
-        turned = int(head_size * c.rotary_fraction)
-        if turned % 2 or not turned:
-            raise UserError(
-                f"rotary_fraction {c.rotary_fraction} rotates {turned} of a head's {head_size} "
-                "features: the number of rotated features must be even, and at least 2"
-            )
-        self.rotary = Rotary(turned, c.rope_theta, c.max_positions)
-        self.add_embedding()
-        if self.has_first:
-            self.embedding_dropout = Dropout(c.residual_dropout)
-        self.add_layers()
-        if self.has_last:
-            self.norm = LayerNorm(c.hidden_size, c.norm_epsilon)
-        self.add_head()
+    def add_first(self) -> None:
+        self.embedding_dropout = Dropout(self.config.residual_dropout)
+
+    def add_shared(self) -> None:
+        c = self.config
+        rotated = rotated_features(c.hidden_size // c.heads, c.rotary_fraction)
+        self.rotary = Rotary(rotated, c.rope_theta, c.max_positions)
+
+    def make_norm(self) -> nn.Module:
+        return LayerNorm(self.config.hidden_size, self.config.norm_epsilon)
 
     @static_steps
-    def forward_stage(self, x: torch.Tensor, batch: MicroBatch, stage: Stage) -> torch.Tensor:
-        if stage.first:  # x: token ids [batch, sequence]
-            x = self.embedding_dropout(self.embedding(x), batch.dropout_seed)
-        rotary = self.rotary(batch.positions(x.device), x.dtype)
-        mask = mask_of(batch, self.layers, x.dtype)
-        x = self.run_layers(x, stage, batch, rotary, mask)  # x: [batch, sequence, hidden]
-        return self.norm(x) if stage.last else x
+    def embed(self, ids: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        return self.embedding_dropout(self.embedding(ids), batch.dropout_seed)
 
-    @classmethod
-    def stage_costs(cls, config: PythiaConfig) -> tuple[float, float, float]:
-        c = config
-        layer = c.hidden_size * (4 * c.hidden_size + 2 * c.ffn_size + c.max_positions)
-        return layer, 2 * c.hidden_size, (c.num_labels or c.vocab_size) * c.hidden_size
+    @static_steps
+    def layer_inputs(self, x: torch.Tensor, batch: MicroBatch) -> tuple:
+        rotary = self.rotary(batch.positions(x.device), x.dtype)
+        return rotary, mask_of(batch, self.layers, x.dtype)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megazoo.errors import UserError
-from megazoo.models import experts, qwen2
+from megazoo.models import experts, llama, qwen2
 from megazoo.models.hugging_face import experts as hugging_face_experts
 from megazoo.models.hugging_face import llama as hugging_face
 from megazoo.models.hugging_face.config import ConfigReader
@@ -60,7 +60,7 @@ class Block(experts.Block, qwen2.Block):
 
 
 @register("qwen2_moe")
-class Qwen2Moe(experts.SparseLlama):
+class Qwen2Moe(llama.Llama):
     Config, Block = Qwen2MoeConfig, Block
     HUGGING_FACE_NAMES: ClassVar = (
         hugging_face.NAMES | hugging_face_experts.NAMES | hugging_face_experts.SHARED_NAMES

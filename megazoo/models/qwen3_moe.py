@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megazoo.errors import UserError
-from megazoo.models import experts, qwen3
+from megazoo.models import experts, llama, qwen3
 from megazoo.models.hugging_face import experts as hugging_face_experts
 from megazoo.models.hugging_face import llama as hugging_face
 from megazoo.models.hugging_face.config import ConfigReader
@@ -54,7 +54,7 @@ class Block(experts.Block, qwen3.Block):
 
 
 @register("qwen3_moe")
-class Qwen3Moe(experts.SparseLlama):
+class Qwen3Moe(llama.Llama):
     Config, Block = Qwen3MoeConfig, Block
     HUGGING_FACE_NAMES: ClassVar = qwen3.NAMES | hugging_face_experts.NAMES
     presets = {

@@ -89,7 +89,7 @@ class Plain(gpt2.GPT2):
             self.everywhere = RMSNorm(config.hidden_size)
         elif config.mistake == "hidden":
             self.engine = nn.Linear(config.hidden_size, config.hidden_size)
-        elif config.mistake == "aliased" and hasattr(self, "embedding"):  # which is tied
+        elif config.mistake == "aliased" and self.embedding is not None:  # which is tied
             self.alias = self.embedding
         elif config.mistake == "shared" and self.layers:
             first, *others = self.layers.values()

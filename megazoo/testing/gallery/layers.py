@@ -299,7 +299,7 @@ def scale_by_local_layer():
         def scaled(self, *arguments):
             init(self, *arguments)
             for index, layer in enumerate(self.layers.values()):
-                layer.attention.scale /= index + 1
+                layer.attention.attend.scale /= index + 1
 
         return scaled
 

@@ -1,6 +1,7 @@
 """Tools of the gallery: the list of bugs, and functions that patch the program while a check
 runs."""
 
+import inspect
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -71,7 +72,7 @@ def bug(number: str, title: str, told: str, **about):
 def replaced(owner, name: str, make: Callable):
     """Within this block, replace owner.name with make(owner.name). For a property, its getter is
     replaced."""
-    before = vars(owner)[name]
+    before = inspect.getattr_static(owner, name)  # also of a base class
     if isinstance(before, property):
         return mock.patch.object(owner, name, property(make(before.fget)))
     return mock.patch.object(owner, name, make(before))
