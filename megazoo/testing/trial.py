@@ -15,7 +15,7 @@ import torch
 from megazoo import lora
 from megazoo.cli.parsing import run_file
 from megazoo.evaluation.scoring import score
-from megazoo.layers import Dropout
+from megazoo.layers import Attend, Dropout
 from megazoo.lora.settings import every_target, is_adapter
 from megazoo.models.counts import whole_model
 from megazoo.models.pretrained import from_pretrained
@@ -375,6 +375,12 @@ def _copies(model) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
+def _first_input(module: torch.nn.Module, first: Any = None, *_: Any) -> Any:
+    """Return the first argument of a module, or None. The queries of an Attend are returned as
+    [batch, sequence, heads, head_size], as of a norm of queries."""
+    return first.transpose(1, 2) if isinstance(module, Attend) else first
+
+
 @contextmanager
 def _recording(model, record: Record):
     """Within this block, record the inputs and outputs of modules (added to `record.activations` at
@@ -393,7 +399,7 @@ def _recording(model, record: Record):
     def watch(name: str, module: torch.nn.Module) -> None:
         def before(_, given, named):
             states.append(_generator_states())
-            keep("input", name, next(iter((*given, *named.values())), None))
+            keep("input", name, _first_input(module, *given, *named.values()))
 
         def after(_, given, returned):
             drawn(name, states.pop())
