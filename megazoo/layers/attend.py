@@ -21,8 +21,9 @@ from megazoo.layers.masks import (
     masks_of_chunks,
     window_mask,
 )
+from megazoo.layers.plain_attention import plain_attention
 from megazoo.layers.qkv import units_of_heads
-from megazoo.layers.soft_cap import check_cap, soft_capped_attention
+from megazoo.layers.soft_cap import check_cap
 from megazoo.parallel.compile import untraced
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.sequence import SequenceCut
@@ -48,7 +49,9 @@ class Attend(Layer):
             also in the cache, because the kernels of torch need one size.
         scale: factor of the scores; default: head_size ** -0.5.
         soft_cap: smooth bound of the scores before the mask, or None. It needs more memory than the
-            kernels of torch (see soft_capped_attention) and does not support a Packed mask.
+            kernels of torch (see plain_attention) and does not support a Packed mask.
+        sinks: whether forward gets sinks: scores of no key, which take part in the softmax. They
+            need as much memory as a soft cap, and do not support a Packed mask.
         window: number of tokens that a query attends to, including itself; None: all tokens up to
             itself.
         dropout: dropout probability of the attention weights.
@@ -81,6 +84,7 @@ class Attend(Layer):
         value_size: int | None = None,
         scale: float | None = None,
         soft_cap: float | None = None,
+        sinks: bool = False,
         window: int | None = None,
         dropout: float = 0.0,
         ctx: ParallelContext | None = None,
@@ -99,6 +103,7 @@ class Attend(Layer):
         self.value_size = value_size
         self.score_features = heads * (head_size + value_size) // 2
         self.scale, self.soft_cap, self.window = scale, soft_cap, window
+        self.has_sinks = sinks
         self.dropout = Dropout(dropout, parallel=True, ctx=ctx)
 
     def forward(
@@ -110,6 +115,7 @@ class Attend(Layer):
         mask: Mask = None,
         cache: KVCache | None = None,
         *,
+        sinks: torch.Tensor | None = None,
         keep: bool = False,
     ) -> torch.Tensor:
         """Return the attention output, [batch, sequence, this rank's heads x value_size].
@@ -127,10 +133,19 @@ class Attend(Layer):
                 context parallelism, use None or MaskPerChunk. Tokens beyond the window are hidden
                 for every mask.
             cache: keys and values of the tokens before q; k and v are appended.
+            sinks: [this rank's heads], with `sinks=True`: a learned score of each head. They are an
+                input, like q: a recomputed function gets them as an argument.
             keep: whether a backward follows immediately, as when the attention runs again for it.
                 The keys and values of other context-parallel ranks are then saved, and not gathered
                 again.
+
+        Raises:
+            UserError: sinks are given without `sinks=True`, or missing with it; or a mask is not
+                supported under context parallelism.
         """
+        if (sinks is not None) != self.has_sinks:
+            how = "without sinks" if sinks is None else "with sinks"
+            raise UserError(f"an Attend with sinks={self.has_sinks} was called {how}")
         q, k, v = (_padded(x, self.size) for x in (q, k, v))
         given = mask.masks[self.window] if isinstance(mask, MaskPerWindow) else mask
         if cache is not None:
@@ -138,45 +153,45 @@ class Attend(Layer):
             given = cache.hide(self, given, q)
         mask = given if isinstance(mask, MaskPerWindow) else self._within_window(given, q, k)
         if self.dropout.active:
-            y = self._with_dropout(q, k, v, mask, seed, keep)
+            y = self._with_dropout(q, k, v, mask, sinks, seed, keep)
         else:
-            y = self._to_all(q, k, v, mask, keep)
+            y = self._to_all(q, k, v, mask, sinks, keep)
         y = y if self.value_size == self.size else y[..., : self.value_size]
         return rearrange(y, "batch heads seq size -> batch seq (heads size)")
 
     def takes_packed(self, dtype: torch.dtype) -> bool:
         """Return whether the mask may be Packed.
 
-        It requires half precision, no active dropout, no soft cap, and a head size that is a
-        multiple of 8 and at most 256. On CUDA it requires Ampere or newer.
+        It requires half precision, no active dropout, no soft cap, no sinks, and a head size that
+        is a multiple of 8 and at most 256. On CUDA it requires Ampere or newer.
         """
         device = self.ctx.device
-        if self.soft_cap is not None or self.dropout.active:
+        if self.soft_cap is not None or self.has_sinks or self.dropout.active:
             return False
         if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
             return False
         return dtype in HALF and self.size % 8 == 0 and self.size <= 256
 
     @untraced
-    def _with_dropout(self, q, k, v, mask, seed: int | None, keep: bool) -> torch.Tensor:
+    def _with_dropout(self, q, k, v, mask, sinks, seed: int | None, keep: bool) -> torch.Tensor:
         with self.dropout.draw(seed, q.device):
-            return self._to_all(q, k, v, mask, keep, self.dropout.probability)
+            return self._to_all(q, k, v, mask, sinks, keep, self.dropout.probability)
 
-    def _to_all(self, q, k, v, mask, keep: bool, dropout: float = 0.0) -> torch.Tensor:
+    def _to_all(self, q, k, v, mask, sinks, keep: bool, dropout: float = 0.0) -> torch.Tensor:
         """Return softmax(q k^T * scale + mask) v, over all ranks that hold a part of the
         sequence."""
         if self.ctx.cp_size == 1:
-            return self._here(q, k, v, mask, dropout)
-        return self._across_ranks(q, k, v, mask, keep, dropout)
+            return self._here(q, k, v, mask, dropout, sinks)
+        return self._across_ranks(q, k, v, mask, sinks, keep, dropout)
 
     @untraced
     def _across_ranks(
-        self, q, k, v, mask: MaskPerChunk | None, keep: bool, dropout: float
+        self, q, k, v, mask: MaskPerChunk | None, sinks, keep: bool, dropout: float
     ) -> torch.Tensor:
         ctx = self.ctx
+        cut = SequenceCut.of(q.shape[2] * ctx.cp_size, ctx)
+        assert cut  # there are several ranks
         if mask is None:
-            cut = SequenceCut.of(q.shape[2] * ctx.cp_size, ctx)
-            assert cut  # there are several ranks
             packed = self.takes_packed(q.dtype) and q.device.type != "cpu"
             mask = masks_of_chunks(
                 cut, len(q), q.dtype, q.device, packed=packed, window=self.window
@@ -186,7 +201,10 @@ class Attend(Layer):
                 "under context parallelism, the attention mask must be a MaskPerChunk, which "
                 "covers the full sequence: create it with megazoo.models.masks.mask_of"
             )
-        kernel = partial(self._here, dropout=dropout)
+        if sinks is not None:
+            heads = cut.heads(range(len(sinks)))
+            sinks = sinks[heads.start : heads.stop]
+        kernel = partial(self._here, dropout=dropout, sinks=sinks)
         return attend_across_ranks(kernel, q, k, v, mask, ctx, keep=keep)
 
     def _within_window(self, mask, q, k) -> torch.Tensor | Packed | MaskPerChunk | None:
@@ -216,14 +234,14 @@ class Attend(Layer):
             return mask & seen
         return mask.masked_fill(~seen, HIDDEN)
 
-    def _here(self, q, k, v, mask, dropout: float = 0.0) -> torch.Tensor:
+    def _here(self, q, k, v, mask, dropout: float = 0.0, sinks=None) -> torch.Tensor:
         """Return softmax(q k^T * scale + mask) v for keys that are all on this rank."""
         if isinstance(mask, Packed):
             return self._in_documents(q, k, v, mask)
         if isinstance(mask, Shifted):
-            y = self._scaled_dot_product(q.flip(2), k, v, mask.of_flipped(), dropout)
+            y = self._scaled_dot_product(q.flip(2), k, v, mask.of_flipped(), dropout, sinks)
             return y.flip(2)
-        return self._scaled_dot_product(q, k, v, mask, dropout)
+        return self._scaled_dot_product(q, k, v, mask, dropout, sinks)
 
     @untraced
     def _in_documents(self, q, k, v, packed: Packed) -> torch.Tensor:
@@ -244,13 +262,13 @@ class Attend(Layer):
         return y.unflatten(0, (rows, -1)).transpose(1, 2)
 
     def _scaled_dot_product(
-        self, q, k, v, mask: torch.Tensor | None, dropout: float = 0.0
+        self, q, k, v, mask: torch.Tensor | None, dropout: float = 0.0, sinks=None
     ) -> torch.Tensor:
         """Return softmax(q k^T * scale + mask) v."""
         if mask is not None:  # the fast kernels of torch need masks of four dimensions
             mask = mask[(None,) * (4 - mask.dim())]
-        if self.soft_cap is not None:
-            return soft_capped_attention(q, k, v, mask, dropout, self.scale, self.soft_cap)
+        if self.soft_cap is not None or sinks is not None:
+            return plain_attention(q, k, v, mask, dropout, self.scale, self.soft_cap, sinks)
         groups = q.shape[1] // k.shape[1]
         if groups > 1 and q.shape[2] == 1:
             return self._one_query(q, k, v, mask, dropout)

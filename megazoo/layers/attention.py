@@ -31,7 +31,7 @@ class CausalSelfAttention(Layer):
         dropout: dropout probability of the attention weights.
         scale: factor of the scores; default: head_size ** -0.5.
         soft_cap: smooth bound of the scores before the mask, or None. It needs more memory than the
-            kernels of torch (see soft_capped_attention) and does not support a Packed mask.
+            kernels of torch (see plain_attention) and does not support a Packed mask.
         clip_qkv: bound on the absolute values of queries, keys and values, or None.
         window: number of tokens that a query attends to, including itself; None: all tokens up to
             itself.

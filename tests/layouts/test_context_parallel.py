@@ -604,10 +604,10 @@ def alone(copied: str, layout: dict):
             nn.init.normal_(parameter, std=0.3)
     if copied != "never":
         attend = attention.attend._here
-        attention.attend._here = lambda q, k, v, mask, dropout: (
-            attend(q, k.clone(), v.clone(), mask, dropout)
+        attention.attend._here = lambda q, k, v, mask, **how: (
+            attend(q, k.clone(), v.clone(), mask, **how)
             if copied == "always" or mask is not None
-            else attend(q, k, v, mask, dropout)
+            else attend(q, k, v, mask, **how)
         )
     cut = SequenceCut.of(16, ctx)
     own = (lambda x: x) if cut is None else cut.own

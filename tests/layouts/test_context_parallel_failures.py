@@ -138,7 +138,7 @@ def padding_that_sees_nothing():
     to it that it is not)."""
     segment_mask = masks.segment_mask
 
-    def own(self, q, k, v, mask, dropout=0.0):
+    def own(self, q, k, v, mask, dropout=0.0, sinks=None):
         scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
         return torch.softmax(scores + mask, dim=-1) @ v
 
