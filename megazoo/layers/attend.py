@@ -121,9 +121,9 @@ class Attend(Layer):
         """Return the attention output, [batch, sequence, this rank's heads x value_size].
 
         Args:
-            q, k: [batch, this rank's heads, sequence, head_size], rotated. k may have fewer heads.
-                Under context parallelism they are of this rank's part of the sequence, as in
-                SequenceCut.
+            q: [batch, this rank's heads, sequence, head_size], rotated. Under context parallelism
+                it is of this rank's part of the sequence, as in SequenceCut.
+            k: the same, with this rank's key-value heads.
             v: [batch, this rank's key-value heads, sequence, value_size].
             seed: seed of the dropout, as in Dropout.
             mask: None: causal. Otherwise a tensor that expands to [batch, this rank's heads,

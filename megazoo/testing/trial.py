@@ -375,12 +375,6 @@ def _copies(model) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-def _first_input(module: torch.nn.Module, first: Any = None, *_: Any) -> Any:
-    """Return the first argument of a module, or None. The queries of an Attend are returned as
-    [batch, sequence, heads, head_size], as of a norm of queries."""
-    return first.transpose(1, 2) if isinstance(module, Attend) else first
-
-
 @contextmanager
 def _recording(model, record: Record):
     """Within this block, record the inputs and outputs of modules (added to `record.activations` at
@@ -399,7 +393,7 @@ def _recording(model, record: Record):
     def watch(name: str, module: torch.nn.Module) -> None:
         def before(_, given, named):
             states.append(_generator_states())
-            keep("input", name, _first_input(module, *given, *named.values()))
+            keep("input", name, next(iter((*given, *named.values())), None))
 
         def after(_, given, returned):
             drawn(name, states.pop())
@@ -409,7 +403,8 @@ def _recording(model, record: Record):
         handles.append(module.register_forward_hook(after))
 
     for name, module in model.named_modules():
-        if not is_adapter(f"{name}."):  # an adapter's output can be a partial sum
+        # An adapter's output can be a partial sum. The projections around an Attend are watched.
+        if not is_adapter(f"{name}.") and not isinstance(module, Attend):
             watch(name, module)
     try:
         yield
