@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 
 def is_installed(package: str) -> bool:
@@ -11,6 +12,16 @@ def is_installed(package: str) -> bool:
     of a run, does not count: it has no origin."""
     found = find_spec(package)
     return found is not None and found.origin is not None
+
+
+class LazyModule:
+    """A module that is imported when one of its names is first used."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(import_module(self._name), name)
 
 
 def lazy_attributes(
@@ -23,12 +34,15 @@ def lazy_attributes(
 
     Args:
         package: name of the package.
-        places: for each name, its module. The name of a submodule refers to the submodule.
+        places: for each name, its module. The name of a submodule refers to the submodule, also if
+            it is missing here.
     """
 
     def get(name: str):
         if name not in places:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            if name.startswith("_") or find_spec(f"{package}.{name}") is None:
+                raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            return import_module(f"{package}.{name}")
         module = import_module(places[name])
         return module if places[name] == f"{package}.{name}" else getattr(module, name)
 

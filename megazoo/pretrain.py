@@ -35,9 +35,10 @@ from megazoo.data.conversations import template_of
 from megazoo.environment import is_rank_zero
 from megazoo.errors import UserError
 from megazoo.evaluation import Tally, evaluate_rows
+from megazoo.families.registry import FAMILIES, family_of
 from megazoo.models.base import Model
 from megazoo.models.pretrained import load_weights
-from megazoo.models.registry import FAMILIES, family_of, from_config
+from megazoo.models.registry import from_config
 from megazoo.optim.adamw import AdamW
 from megazoo.parallel.collectives import all_gather_objects
 from megazoo.parallel.compile import check_compiler

@@ -11,6 +11,7 @@ from megazoo.cli.flags import flag_of
 from megazoo.cli.options import LoRAOptions, Options
 from megazoo.errors import UserError
 from megazoo.files import brief
+from megazoo.formats.source import HoldsAdapters, ModelSource, SavedModel, SavedSource
 from megazoo.lora.settings import LoRASettings
 from megazoo.lora.source import SavedAdapters, check_configs, open_model_or_adapters
 from megazoo.models.attachment import Attachment
@@ -18,7 +19,6 @@ from megazoo.models.base import Model
 from megazoo.models.counts import parameter_count, whole_model
 from megazoo.models.outputs import CLASSIFIER_HEAD
 from megazoo.models.pretrained import open_source
-from megazoo.models.source import HoldsAdapters, ModelSource, SavedModel, SavedSource
 
 
 class Weights(NamedTuple):

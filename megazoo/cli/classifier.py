@@ -6,7 +6,7 @@ from megazoo.data.dataset import Sources
 from megazoo.data.labels import ONE_OF_SEVERAL, REGRESSION, Labels, labels_in
 from megazoo.errors import UserError
 from megazoo.evaluation import Tally
-from megazoo.models.source import ModelSource
+from megazoo.formats.source import ModelSource
 from megazoo.tokenizer import Tokenizer
 
 

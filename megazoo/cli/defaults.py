@@ -8,9 +8,9 @@ from typing import Any
 from megazoo.cli.adapters import NO_WEIGHTS, Weights
 from megazoo.cli.flags import flag_of
 from megazoo.cli.options import Options
+from megazoo.families.published import pretraining_defaults
+from megazoo.families.registry import FAMILIES, family_of, presets, tiny_preset
 from megazoo.models.counts import parameter_count
-from megazoo.models.published import pretraining_defaults
-from megazoo.models.registry import FAMILIES, family_of, presets, tiny_preset
 
 LONGEST = 4096  # tokens of a sequence, for models with more positions
 DEMO_STEPS = 600

@@ -13,12 +13,13 @@ from megazoo.cli.options import ModelOptions, Options
 from megazoo.data.text_files import is_streamed
 from megazoo.engine.auxiliary import check_joint_losses, declared_losses
 from megazoo.errors import UserError, any_of
+from megazoo.families.config import fields_of_training
+from megazoo.families.registry import FAMILIES, family_of, tiny_preset
 from megazoo.files import brief, reason_of
 from megazoo.lazy import is_installed
-from megazoo.models.config import fields_of_training
 from megazoo.models.counts import whole_model
 from megazoo.models.pretrained import with_labels
-from megazoo.models.registry import FAMILIES, family_of, find_config, tiny_preset
+from megazoo.models.registry import find_config
 from megazoo.models.rules import check_batch, check_layout, check_offload, check_sequence
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.layout import Layout

@@ -14,7 +14,7 @@ from megazoo.cli.settings import Settings
 from megazoo.data.dataset import Sources
 from megazoo.data.labels import Labels
 from megazoo.environment import restarts, world_size
-from megazoo.models.source import ModelSource
+from megazoo.formats.source import ModelSource
 from megazoo.optim.learning_rate import learning_rate
 from megazoo.parallel.agreement import Terms
 from megazoo.parallel.context import ParallelContext

@@ -42,10 +42,10 @@ from megazoo.data.corpus import standard_library_files
 from megazoo.data.text_files import files_of_stream, is_streamed, is_text
 from megazoo.environment import restarts
 from megazoo.errors import UserError
+from megazoo.families.registry import family_of
 from megazoo.files import convert, json_object, read_bytes, reason_of, regular_file
+from megazoo.formats.megatron.source import is_iteration
 from megazoo.gguf_file import names_of_parts
-from megazoo.models.megatron.source import is_iteration
-from megazoo.models.registry import family_of
 from megazoo.tokenizer import tokenizer_files
 
 RECORD, STEPS = "record.json", "steps.jsonl"

@@ -17,8 +17,8 @@ from megazoo.cli.run import Run
 from megazoo.cli.settings import KEPT
 from megazoo.data.labels import count_of
 from megazoo.environment import is_rank_zero
+from megazoo.families.registry import family_of
 from megazoo.models.counts import parameter_count, whole_model
-from megazoo.models.registry import family_of
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.failure import propagate_errors
 from megazoo.parallel.sizes import product_of

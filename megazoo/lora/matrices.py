@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from megazoo.checkpoint.source import TensorSource
+from megazoo.families.names import Run, runs_of_groups
 from megazoo.lora.settings import LoRASettings, Target, linear_layers, targets_of
-from megazoo.models.hugging_face.names import Run, runs_of_groups
 from megazoo.parallel.shard import ParameterSpec
 
 

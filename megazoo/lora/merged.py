@@ -6,10 +6,10 @@ from functools import cached_property
 import torch
 
 from megazoo.checkpoint.writing import PIECE_BYTES
+from megazoo.formats.source import ModelSource
 from megazoo.lora.manifest import check_base_on_disk
 from megazoo.lora.matrices import AdapterSource, Matrix
 from megazoo.lora.source import SavedAdapters
-from megazoo.models.source import ModelSource
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.shard import Box, ParameterSpec, Piece, in_parts, overlap
 from megazoo.tokenizer.templates import DEFAULT, chat_templates_in, with_template

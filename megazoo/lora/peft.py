@@ -31,12 +31,12 @@ from megazoo.checkpoint.writing import (
     write_safetensors,
 )
 from megazoo.errors import UserError, some_of
+from megazoo.families.names import Run, hf_names
 from megazoo.files import brief
+from megazoo.formats.hugging_face.export import lazy_rows
 from megazoo.lora.matrices import AdapterSource, Matrix, adaptable_matrices, adapted, short_names
 from megazoo.lora.peft_config import check_pattern, read_config
 from megazoo.lora.settings import LoRASettings, Target, labels_of
-from megazoo.models.hugging_face.export import lazy_rows
-from megazoo.models.hugging_face.names import Run, hf_names
 from megazoo.models.outputs import CLASSIFIER_HEAD
 from megazoo.parallel.shard import Box, ParameterSpec, Piece
 

@@ -14,13 +14,13 @@ from torch import nn
 
 from megazoo.checkpoint.reader import Checkpoint
 from megazoo.errors import UserError, check_number, nearest
+from megazoo.families.names import HFNames, hf_names
 from megazoo.layers.experts import ColumnParallelExperts, RowParallelExperts
 from megazoo.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megazoo.layers.router import ReplicatedLinear, Router
 from megazoo.lora.layers import Adapter, Adapters, ExpertAdapters
 from megazoo.lora.manifest import check_same, entries_for_manifest
 from megazoo.models.base import Model
-from megazoo.models.hugging_face.names import HFNames, hf_names
 from megazoo.models.outputs import CLASSIFIER_HEAD
 from megazoo.parallel.buckets import accumulate_in_fp32
 from megazoo.parallel.module import initialize

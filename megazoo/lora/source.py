@@ -9,13 +9,13 @@ from megazoo.checkpoint.format import ADAPTERS
 from megazoo.checkpoint.places import has_checkpoint, named_directory
 from megazoo.checkpoint.shards import saved_entries
 from megazoo.errors import UserError
+from megazoo.formats.source import HoldsAdapters, ModelSource, SavedSource
 from megazoo.lora.manifest import stored_in
 from megazoo.lora.matrices import AdapterSource, Matrix, adaptable_matrices, adapted
 from megazoo.lora.peft import ADAPTER_CONFIG, PEFTDirectory, labels_in
 from megazoo.lora.settings import LoRASettings
 from megazoo.models.base import Model
 from megazoo.models.pretrained import open_source, with_labels
-from megazoo.models.source import HoldsAdapters, ModelSource, SavedSource
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.shard import ParameterSpec
 

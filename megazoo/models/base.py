@@ -4,27 +4,25 @@ Each family implements the forward of a stage, which run_stage calls (engine/sta
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
 
-from megazoo.checkpoint.source import TensorSource
 from megazoo.engine.calls import BatchCalls
 from megazoo.engine.microbatch import MicroBatch
 from megazoo.engine.training import TrainingEngine
 from megazoo.errors import UserError, check_number
-from megazoo.generate.generate import generate
-from megazoo.generate.settings import GenerationSettings
+from megazoo.families.config import add_missing_fields, check_sizes
+from megazoo.families.names import HFFiles, HFNames
+from megazoo.families.published import Published
 from megazoo.layers import VocabParallelEmbedding
 from megazoo.layers.dropout import dropout_seed
 from megazoo.layers.layer import declared
 from megazoo.models.attachment import Attachment
 from megazoo.models.building import fill, make_empty, make_on_meta
-from megazoo.models.config import add_missing_fields, check_sizes
 from megazoo.models.costs import stage_costs
 from megazoo.models.freezing import Freezing
-from megazoo.models.hugging_face.names import HFFiles, HFNames
 from megazoo.models.outputs import (
     ClassifierHead,
     LanguageModelHead,
@@ -43,6 +41,9 @@ from megazoo.parallel.module import NamedParameter, ShardedModule
 from megazoo.parallel.recompute import MODES, recomputed
 from megazoo.parallel.shard import ParameterSpec
 from megazoo.parallel.stages import Stage, cut_into_stages
+
+if TYPE_CHECKING:
+    from megazoo.checkpoint.source import TensorSource
 
 # The model's head defines these; an override on the model would have no effect.
 OF_THE_HEAD = ("outputs", "full_logits", "token_losses", "loss_sum", "label_count", "loss_of")
@@ -86,6 +87,7 @@ class Model(BatchCalls, Freezing, Saving, nn.Module):
     Config: type[Any]  # a ModelConfig, or a dataclass with the same fields
     Block: Callable[..., nn.Module]  # a layer: Block(config, its index in the whole model)
     presets: dict
+    published: ClassVar[dict[str, Published]] = {}  # the sources of presets
     # None on a rank whose stages lack it
     embedding: VocabParallelEmbedding
     norm: nn.Module
@@ -497,6 +499,10 @@ class Model(BatchCalls, Freezing, Saving, nn.Module):
             ids = torch.tensor([[464, 3290]])
             out = model.generate(ids, max_new_tokens=8, do_sample=True, seed=1)
         """
+        # imported here, so that a model that trains does not load generation
+        from megazoo.generate.generate import generate
+        from megazoo.generate.settings import GenerationSettings
+
         given = {
             "max_new_tokens": max_new_tokens,
             "max_length": max_length,

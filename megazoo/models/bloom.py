@@ -13,21 +13,45 @@ Tensor parallelism shards the weights as in gpt2.py; embedding_norm is replicate
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
 
 from megazoo.engine.microbatch import MicroBatch, static_steps
+from megazoo.families.config import ModelConfig
+from megazoo.families.names import HFFiles, HFNames
+from megazoo.families.published import Published
+from megazoo.families.registry import register
 from megazoo.layers import MLP, ALiBi, CausalSelfAttention, Dropout, LayerNorm
 from megazoo.layers.layer import Layer
 from megazoo.layers.mlp import gelu_tanh
-from megazoo.models.config import ModelConfig
+from megazoo.lazy import LazyModule
 from megazoo.models.decoder import Decoder
-from megazoo.models.hugging_face import bloom as hugging_face
-from megazoo.models.hugging_face.config import ConfigReader
 from megazoo.models.masks import alibi_mask_of
-from megazoo.models.registry import register
+
+if TYPE_CHECKING:
+    from megazoo.formats.hugging_face.config import ConfigReader
+
+hugging_face = LazyModule("megazoo.formats.hugging_face.bloom")
+
+
+HUGGING_FACE = HFFiles(prefix="transformer.")
+NAMES = {
+    "embedding": HFNames("transformer.word_embeddings"),
+    "embedding_norm": HFNames("transformer.word_embeddings_layernorm"),
+    "layers.{}.attention_norm": HFNames("transformer.h.{}.input_layernorm"),
+    "layers.{}.attention.qkv": HFNames(
+        "transformer.h.{}.self_attention.query_key_value", grouped=True
+    ),
+    "layers.{}.attention.output": HFNames("transformer.h.{}.self_attention.dense"),
+    "layers.{}.mlp_norm": HFNames("transformer.h.{}.post_attention_layernorm"),
+    "layers.{}.mlp.up": HFNames("transformer.h.{}.mlp.dense_h_to_4h"),
+    "layers.{}.mlp.down": HFNames("transformer.h.{}.mlp.dense_4h_to_h"),
+    "norm": HFNames("transformer.ln_f"),
+    "head": HFNames("lm_head"),
+    "score": HFNames("score"),
+}
 
 
 @dataclass(frozen=True)
@@ -50,7 +74,7 @@ class BloomConfig(ModelConfig):
         return 4 * self.hidden_size
 
     @classmethod
-    def from_hugging_face(cls, fields: ConfigReader) -> "BloomConfig":
+    def from_hugging_face(cls, fields: "ConfigReader") -> "BloomConfig":
         return cls(**hugging_face.read_config(fields, cls))
 
     def to_hugging_face(self) -> dict:
@@ -89,8 +113,7 @@ class Block(Layer):
 @register("bloom")
 class Bloom(Decoder):
     Config, Block = BloomConfig, Block
-    HUGGING_FACE_NAMES = hugging_face.NAMES
-    HUGGING_FACE = hugging_face.FILES
+    HUGGING_FACE_NAMES, HUGGING_FACE = NAMES, HUGGING_FACE
     presets = {
         # vocab_size, max_positions, hidden_size, layers, heads
         "bloom-tiny": BloomConfig(257, 256, 128, 4, 4),
@@ -100,6 +123,15 @@ class Bloom(Decoder):
         "bloom-3b": BloomConfig(250880, 2048, 2560, 30, 32),
         "bloom-7b1": BloomConfig(250880, 2048, 4096, 30, 32),
         "bloom-176b": BloomConfig(250880, 2048, 14336, 70, 112),
+    }
+    # BigScience 2022, table 3.
+    published: ClassVar = {
+        "bloom-560m": Published("bigscience/bloom-560m", 3e-4, 256 * 2048),
+        "bloom-1b1": Published("bigscience/bloom-1b1", 2.5e-4, 256 * 2048),
+        "bloom-1b7": Published("bigscience/bloom-1b7", 2e-4, 512 * 2048),
+        "bloom-3b": Published("bigscience/bloom-3b", 1.6e-4, 512 * 2048),
+        "bloom-7b1": Published("bigscience/bloom-7b1", 1.2e-4, 512 * 2048),
+        "bloom-176b": Published("bigscience/bloom", 6e-5, 2048 * 2048),
     }
 
     def add_first(self) -> None:

@@ -2,10 +2,10 @@
 
 from typing import Any
 
+from megazoo.families.registry import FAMILIES, family_of
 from megazoo.models.attachment import Attachment
 from megazoo.models.base import Model
 from megazoo.models.costs import flops_of, flops_of_product
-from megazoo.models.registry import FAMILIES, family_of
 from megazoo.parallel.context import ParallelContext
 
 

@@ -15,11 +15,43 @@ import torch
 
 from megazoo.engine.microbatch import MicroBatch
 from megazoo.errors import UserError, any_of, check_number
+from megazoo.families.names import HFNames
 from megazoo.layers import MixtureOfExperts, Router, activation_named
 from megazoo.layers.fused import CosAndSin
 from megazoo.layers.router import BALANCES
 from megazoo.models import llama
 
+# in the transformers model, which stacks the experts
+ROUTER = "model.layers.{}.mlp.gate.weight"
+GATE_UP = "model.layers.{}.mlp.experts.gate_up_proj"
+DOWN = "model.layers.{}.mlp.experts.down_proj"
+
+# of one expert in the files: its number replaces []
+NAMES = {
+    "layers.{}.moe.router": HFNames("model.layers.{}.mlp.gate", parameter=ROUTER),
+    "layers.{}.moe.gate_up": HFNames(
+        "model.layers.{}.mlp.experts.[].gate_proj",
+        "model.layers.{}.mlp.experts.[].up_proj",
+        parameter=GATE_UP,
+    ),
+    "layers.{}.moe.down": HFNames("model.layers.{}.mlp.experts.[].down_proj", parameter=DOWN),
+}
+SHARED_NAMES = {
+    "layers.{}.moe.shared.gate_up": HFNames(
+        "model.layers.{}.mlp.shared_expert.gate_proj", "model.layers.{}.mlp.shared_expert.up_proj"
+    ),
+    "layers.{}.moe.shared.down": HFNames("model.layers.{}.mlp.shared_expert.down_proj"),
+    "layers.{}.moe.shared_gate": HFNames("model.layers.{}.mlp.shared_expert_gate"),
+}
+MIXTRAL_NAMES = {
+    "layers.{}.moe.router": HFNames("model.layers.{}.block_sparse_moe.gate", parameter=ROUTER),
+    "layers.{}.moe.gate_up": HFNames(
+        "model.layers.{}.block_sparse_moe.experts.[].w1",
+        "model.layers.{}.block_sparse_moe.experts.[].w3",
+        parameter=GATE_UP,
+    ),
+    "layers.{}.moe.down": HFNames("model.layers.{}.block_sparse_moe.experts.[].w2", parameter=DOWN),
+}
 MOST_FEATURES = 2**24  # inner features of an expert, below
 MOST_EXPERTS = 4096  # of a layer; it stops a malicious config before a model is built
 

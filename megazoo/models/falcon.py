@@ -10,20 +10,45 @@ with ALiBi, or with attention before the MLP (falcon-rw), are not supported.
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import nn
 
 from megazoo.engine.microbatch import MicroBatch, static_steps
+from megazoo.families.config import ModelConfig
+from megazoo.families.names import HFFiles, HFNames
+from megazoo.families.published import Published
+from megazoo.families.registry import register
 from megazoo.layers import MLP, CausalSelfAttention, Dropout, LayerNorm, Rotary, activation_named
 from megazoo.layers.fused import CosAndSin
 from megazoo.layers.layer import Layer
-from megazoo.models.config import ModelConfig
+from megazoo.lazy import LazyModule
 from megazoo.models.decoder import Decoder
-from megazoo.models.hugging_face import falcon as hugging_face
-from megazoo.models.hugging_face.config import ConfigReader
 from megazoo.models.masks import mask_of
-from megazoo.models.registry import register
+
+if TYPE_CHECKING:
+    from megazoo.formats.hugging_face.config import ConfigReader
+
+hugging_face = LazyModule("megazoo.formats.hugging_face.falcon")
+
+
+HUGGING_FACE = HFFiles(prefix="transformer.")
+NAMES = {
+    "embedding": HFNames("transformer.word_embeddings"),
+    "layers.{}.norm": HFNames("transformer.h.{}.input_layernorm"),
+    "layers.{}.attention_norm": HFNames("transformer.h.{}.ln_attn"),
+    "layers.{}.mlp_norm": HFNames("transformer.h.{}.ln_mlp"),
+    "layers.{}.attention.qkv": HFNames(
+        "transformer.h.{}.self_attention.query_key_value", grouped=True
+    ),
+    "layers.{}.attention.output": HFNames("transformer.h.{}.self_attention.dense"),
+    "layers.{}.mlp.up": HFNames("transformer.h.{}.mlp.dense_h_to_4h"),
+    "layers.{}.mlp.down": HFNames("transformer.h.{}.mlp.dense_4h_to_h"),
+    "norm": HFNames("transformer.ln_f"),
+    "head": HFNames("lm_head"),
+    "score": HFNames("score"),
+}
 
 
 @dataclass(frozen=True)
@@ -55,7 +80,7 @@ class FalconConfig(ModelConfig):
             object.__setattr__(self, "kv_heads", self.heads)
 
     @classmethod
-    def from_hugging_face(cls, fields: ConfigReader) -> "FalconConfig":
+    def from_hugging_face(cls, fields: "ConfigReader") -> "FalconConfig":
         return cls(**hugging_face.read_config(fields, cls))
 
     def to_hugging_face(self) -> dict:
@@ -103,13 +128,17 @@ class Block(Layer):
 @register("falcon")
 class Falcon(Decoder):
     Config, Block = FalconConfig, Block
-    HUGGING_FACE_NAMES = hugging_face.NAMES
-    HUGGING_FACE = hugging_face.FILES
+    HUGGING_FACE_NAMES, HUGGING_FACE = NAMES, HUGGING_FACE
     presets = {
         # vocab_size, max_positions, hidden_size, layers, heads, kv_heads
         "falcon-tiny": FalconConfig(257, 256, 128, 4, 4, 2, separate_norms=True),
         "falcon-7b": FalconConfig(),
         "falcon-40b": FalconConfig(65024, 2048, 8192, 60, 128, 8, separate_norms=True),
+    }
+    # The model cards.
+    published: ClassVar = {
+        "falcon-7b": Published("tiiuae/falcon-7b", 6e-4, 2304 * 2048),
+        "falcon-40b": Published("tiiuae/falcon-40b", 1.85e-4, 1152 * 2048),
     }
 
     def add_shared(self) -> None:

@@ -11,23 +11,28 @@ parts are as in llama.py.
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 
 from megazoo.engine.microbatch import MicroBatch, static_steps
+from megazoo.families.names import HFNames
+from megazoo.families.published import Published
+from megazoo.families.registry import register
 from megazoo.layers import Layer, RMSNorm
 from megazoo.layers.fused import CosAndSin
 from megazoo.layers.norm import rms_norm
+from megazoo.lazy import LazyModule
 from megazoo.models import llama
-from megazoo.models.hugging_face import llama as hugging_face
-from megazoo.models.hugging_face.config import ConfigReader
-from megazoo.models.hugging_face.names import HFNames
-from megazoo.models.hugging_face.windows import read_layer_pattern, write_layer_pattern
-from megazoo.models.registry import register
 from megazoo.parallel.shard import ParameterSpec, Shard
 
-NAMES = hugging_face.NAMES | {
+if TYPE_CHECKING:
+    from megazoo.formats.hugging_face.config import ConfigReader
+
+hugging_face = LazyModule("megazoo.formats.hugging_face.llama")
+window_files = LazyModule("megazoo.formats.hugging_face.windows")
+
+NAMES = llama.NAMES | {
     f"layers.{{}}.{name}": HFNames(f"model.layers.{{}}.{hf_name}_layernorm")
     for name, hf_name in {
         "attention_norm": "input",
@@ -91,11 +96,13 @@ class Gemma2Config(llama.LlamaFamilyConfig):
     MODEL_TYPE: ClassVar = "gemma2"
 
     @classmethod
-    def from_hugging_face(cls, fields: ConfigReader) -> Self:
+    def from_hugging_face(cls, fields: "ConfigReader") -> Self:
         values = hugging_face.read_config(fields, cls)
         fields.only("use_bidirectional_attention", False)
         fields.take("cache_implementation")  # has no effect on the result
-        window = read_layer_pattern(fields, values["layers"], cls.window, cls.full_every)
+        window = window_files.read_layer_pattern(
+            fields, values["layers"], cls.window, cls.full_every
+        )
         own = fields.renamed(cls.FIELDS, cls)
         off: dict[str, Any] = {
             o: None for t, o in cls.FIELDS.items() if o.endswith("cap") and t in fields.nulls
@@ -106,7 +113,7 @@ class Gemma2Config(llama.LlamaFamilyConfig):
         values = hugging_face.write_config(self, self.MODEL_TYPE)
         del values["hidden_act"]
         own = {theirs: getattr(self, ours) for theirs, ours in self.FIELDS.items()}
-        return values | own | write_layer_pattern(self)
+        return values | own | window_files.write_layer_pattern(self)
 
 
 class Block(llama.Block):
@@ -148,6 +155,11 @@ class Gemma2(llama.Llama):
             query_scalar=144,
         ),
     }  # fmt: skip
+    published: ClassVar = {
+        "gemma2-2b": Published("google/gemma-2-2b"),
+        "gemma2-9b": Published("google/gemma-2-9b"),
+        "gemma2-27b": Published("google/gemma-2-27b"),
+    }
 
     def add_head(self) -> None:
         super().add_head(soft_cap=self.config.logit_cap)

@@ -6,14 +6,19 @@ others have the scaling for longer contexts. All other parts are as in gemma2.py
 """
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
+from megazoo.families.names import HFNames
+from megazoo.families.published import Published
+from megazoo.families.registry import register
+from megazoo.lazy import LazyModule
 from megazoo.models import gemma2, windows
 from megazoo.models.gemma2 import GemmaNorm
-from megazoo.models.hugging_face.config import ConfigReader
-from megazoo.models.hugging_face.llama import read_rotary_by_layer, write_rotary_by_layer
-from megazoo.models.hugging_face.names import HFNames
-from megazoo.models.registry import register
+
+if TYPE_CHECKING:
+    from megazoo.formats.hugging_face.config import ConfigReader
+
+hugging_face = LazyModule("megazoo.formats.hugging_face.llama")
 
 
 @dataclass(frozen=True)
@@ -31,13 +36,13 @@ class Gemma3Config(gemma2.Gemma2Config):
     MODEL_TYPE: ClassVar = "gemma3_text"
 
     @classmethod
-    def from_hugging_face(cls, fields: ConfigReader) -> Self:
+    def from_hugging_face(cls, fields: "ConfigReader") -> Self:
         fields.only("attn_logit_softcapping", None)  # transformers ignores it
-        rotary = read_rotary_by_layer(fields, cls.rope_theta, cls.window_theta)
+        rotary = hugging_face.read_rotary_by_layer(fields, cls.rope_theta, cls.window_theta)
         return replace(super().from_hugging_face(fields), **rotary)
 
     def to_hugging_face(self) -> dict:
-        values = super().to_hugging_face() | write_rotary_by_layer(self)
+        values = super().to_hugging_face() | hugging_face.write_rotary_by_layer(self)
         if self.num_labels:  # the class without Text is multimodal
             values["architectures"] = ["Gemma3TextForSequenceClassification"]
         return values
@@ -68,3 +73,7 @@ class Gemma3(windows.WindowLlama, gemma2.Gemma2):
         "gemma3-270m": Gemma3Config(262144, 32768, 640, 18, 4, 1, ffn_size=2048, window=512),
         "gemma3-1b": Gemma3Config(262144, 32768, 1152, 26, 4, 1, ffn_size=6912, window=512),
     }  # fmt: skip
+    published: ClassVar = {
+        "gemma3-270m": Published("google/gemma-3-270m"),
+        "gemma3-1b": Published("google/gemma-3-1b-pt"),
+    }

@@ -24,12 +24,16 @@ the two ranks has a copy, and the copies stay equal.
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import nn
 
 from megazoo.engine.microbatch import MicroBatch, static_steps
+from megazoo.families.config import ModelConfig
+from megazoo.families.names import HFFiles, HFNames
+from megazoo.families.published import Published
+from megazoo.families.registry import register
 from megazoo.layers import (
     MLP,
     CausalSelfAttention,
@@ -39,12 +43,33 @@ from megazoo.layers import (
     activation_named,
 )
 from megazoo.layers.layer import Layer
-from megazoo.models.config import ModelConfig
+from megazoo.lazy import LazyModule
 from megazoo.models.decoder import Decoder
-from megazoo.models.hugging_face import gpt2 as hugging_face
-from megazoo.models.hugging_face.config import ConfigReader
 from megazoo.models.masks import mask_of
-from megazoo.models.registry import register
+
+if TYPE_CHECKING:
+    from megazoo.formats.hugging_face.config import ConfigReader
+
+hugging_face = LazyModule("megazoo.formats.hugging_face.gpt2")
+
+
+HUGGING_FACE = HFFiles(
+    prefix="transformer.",
+    legacy=r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",  # buffers in older files
+)
+NAMES = {
+    "embedding": HFNames("transformer.wte"),
+    "position_embedding": HFNames("transformer.wpe"),
+    "layers.{}.attention_norm": HFNames("transformer.h.{}.ln_1"),
+    "layers.{}.attention.qkv": HFNames("transformer.h.{}.attn.c_attn", transposed=True),
+    "layers.{}.attention.output": HFNames("transformer.h.{}.attn.c_proj", transposed=True),
+    "layers.{}.mlp_norm": HFNames("transformer.h.{}.ln_2"),
+    "layers.{}.mlp.up": HFNames("transformer.h.{}.mlp.c_fc", transposed=True),
+    "layers.{}.mlp.down": HFNames("transformer.h.{}.mlp.c_proj", transposed=True),
+    "norm": HFNames("transformer.ln_f"),
+    "head": HFNames("lm_head"),
+    "score": HFNames("score"),
+}
 
 
 @dataclass(frozen=True)
@@ -71,7 +96,7 @@ class GPT2Config(ModelConfig):
             object.__setattr__(self, "ffn_size", 4 * self.hidden_size)
 
     @classmethod
-    def from_hugging_face(cls, fields: ConfigReader) -> "GPT2Config":
+    def from_hugging_face(cls, fields: "ConfigReader") -> "GPT2Config":
         return cls(**hugging_face.read_config(fields, cls))
 
     def to_hugging_face(self) -> dict:
@@ -130,9 +155,18 @@ class GPT2(Decoder):
         "gpt2-xl": GPT2Config(hidden_size=1600, layers=48, heads=25),  # the same
         "gpt3-175b": GPT2Config(max_positions=2048, hidden_size=12288, layers=96, heads=96),
     }  # fmt: skip
+    # Radford et al. 2019, section 2.3 (no rate). GPT-3: Brown et al. 2020, table 2.1.
+    published: ClassVar = {
+        "gpt2": Published("openai-community/gpt2", None, 512 * 1024),
+        "gpt2-124m": Published("openai-community/gpt2", None, 512 * 1024),
+        "gpt2-355m": Published("openai-community/gpt2-medium", None, 512 * 1024),
+        "gpt2-774m": Published("openai-community/gpt2-large", None, 512 * 1024),
+        "gpt2-1.5b": Published("openai-community/gpt2-xl", None, 512 * 1024),
+        "gpt2-xl": Published("openai-community/gpt2-xl", None, 512 * 1024),
+        "gpt3-175b": Published(None, 0.6e-4, 3_200_000),
+    }
 
-    HUGGING_FACE_NAMES: ClassVar = hugging_face.NAMES
-    HUGGING_FACE = hugging_face.FILES
+    HUGGING_FACE_NAMES, HUGGING_FACE = NAMES, HUGGING_FACE
 
     def add_first(self) -> None:
         c = self.config

@@ -25,12 +25,16 @@ stage. Otherwise each of the two ranks has a copy, and the copies stay equal.
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
 
 from megazoo.engine.microbatch import MicroBatch, static_steps
+from megazoo.families.config import ModelConfig
+from megazoo.families.names import HFFiles, HFNames
+from megazoo.families.published import Published
+from megazoo.families.registry import register
 from megazoo.layers import (
     CausalSelfAttention,
     GatedMLP,
@@ -40,12 +44,38 @@ from megazoo.layers import (
 )
 from megazoo.layers.layer import Layer
 from megazoo.layers.rotary import rotated_features
-from megazoo.models.config import ModelConfig
+from megazoo.lazy import LazyModule
 from megazoo.models.decoder import Decoder
-from megazoo.models.hugging_face import llama as hugging_face
-from megazoo.models.hugging_face.config import ConfigReader
 from megazoo.models.masks import mask_of
-from megazoo.models.registry import register
+
+if TYPE_CHECKING:
+    from megazoo.formats.hugging_face.config import ConfigReader
+
+hugging_face = LazyModule("megazoo.formats.hugging_face.llama")
+
+
+HUGGING_FACE = HFFiles(
+    prefix="model.",
+    legacy=r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq",  # a buffer in older files
+)
+NAMES = {
+    "embedding": HFNames("model.embed_tokens"),
+    "layers.{}.attention_norm": HFNames("model.layers.{}.input_layernorm"),
+    "layers.{}.attention.qkv": HFNames(
+        "model.layers.{}.self_attn.q_proj",
+        "model.layers.{}.self_attn.k_proj",
+        "model.layers.{}.self_attn.v_proj",
+    ),
+    "layers.{}.attention.output": HFNames("model.layers.{}.self_attn.o_proj"),
+    "layers.{}.mlp_norm": HFNames("model.layers.{}.post_attention_layernorm"),
+    "layers.{}.mlp.gate_up": HFNames(
+        "model.layers.{}.mlp.gate_proj", "model.layers.{}.mlp.up_proj"
+    ),
+    "layers.{}.mlp.down": HFNames("model.layers.{}.mlp.down_proj"),
+    "norm": HFNames("model.norm"),
+    "head": HFNames("lm_head"),
+    "score": HFNames("score"),
+}
 
 
 @dataclass(frozen=True)
@@ -86,7 +116,7 @@ class LlamaConfig(LlamaFamilyConfig):
     mlp_bias: bool = False  # on gate_up and down
 
     @classmethod
-    def from_hugging_face(cls, fields: ConfigReader) -> "LlamaConfig":
+    def from_hugging_face(cls, fields: "ConfigReader") -> "LlamaConfig":
         return cls(**hugging_face.read_config(fields, cls))
 
     def to_hugging_face(self) -> dict:
@@ -192,9 +222,20 @@ class Llama(Decoder):
             rope_scaling=LLAMA3_SCALING, tie_embeddings=True,
         ),
     }  # fmt: skip
+    # Touvron et al. 2023, table 2. Llama 2: Touvron et al. 2023, table 1. Llama 3: Grattafiori et
+    # al. 2024, table 3 (no batch for 8B and 70B).
+    published: ClassVar = {
+        "llama-7b": Published("huggyllama/llama-7b", 3e-4, 4_000_000),
+        "llama-13b": Published("huggyllama/llama-13b", 3e-4, 4_000_000),
+        "llama-30b": Published("huggyllama/llama-30b", 1.5e-4, 4_000_000),
+        "llama-65b": Published("huggyllama/llama-65b", 1.5e-4, 4_000_000),
+        "llama2-70b": Published("meta-llama/Llama-2-70b-hf", 1.5e-4, 4_000_000),
+        "llama3-8b": Published("meta-llama/Meta-Llama-3-8B", 3e-4),
+        "llama3-70b": Published("meta-llama/Meta-Llama-3-70B", 1.5e-4),
+        "llama3.2-1b": Published("meta-llama/Llama-3.2-1B"),
+    }
 
-    HUGGING_FACE_NAMES: ClassVar = hugging_face.NAMES
-    HUGGING_FACE = hugging_face.FILES
+    HUGGING_FACE_NAMES, HUGGING_FACE = NAMES, HUGGING_FACE
 
     def add_shared(self) -> None:
         self.rotary = _rotary(self.config)

@@ -4,12 +4,18 @@ Everything else is as in llama.py. Version 0.1 has windows; later versions atten
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
+from megazoo.families.published import Published
+from megazoo.families.registry import register
+from megazoo.lazy import LazyModule
 from megazoo.models import llama
-from megazoo.models.hugging_face import llama as hugging_face
-from megazoo.models.hugging_face.config import ConfigReader
-from megazoo.models.hugging_face.windows import read_window
-from megazoo.models.registry import register
+
+if TYPE_CHECKING:
+    from megazoo.formats.hugging_face.config import ConfigReader
+
+hugging_face = LazyModule("megazoo.formats.hugging_face.llama")
+window_files = LazyModule("megazoo.formats.hugging_face.windows")
 
 
 @dataclass(frozen=True)
@@ -22,9 +28,9 @@ class MistralConfig(llama.LlamaFamilyConfig):
     window: int = 4096  # tokens that a query attends to, itself included; 0: all before it
 
     @classmethod
-    def from_hugging_face(cls, fields: ConfigReader) -> "MistralConfig":
+    def from_hugging_face(cls, fields: "ConfigReader") -> "MistralConfig":
         values = hugging_face.read_config(fields, cls)
-        return cls(**values, window=read_window(fields, cls.window))
+        return cls(**values, window=window_files.read_window(fields, cls.window))
 
     def to_hugging_face(self) -> dict:
         config = hugging_face.write_config(self, "mistral")
@@ -57,3 +63,9 @@ class Mistral(llama.Llama):
             ffn_size=32768, norm_epsilon=1e-5, rope_theta=1e8, window=0,
         ),
     }  # fmt: skip
+    published: ClassVar = {
+        "mistral-7b-v0.1": Published("mistralai/Mistral-7B-v0.1"),
+        "mistral-7b-v0.3": Published("mistralai/Mistral-7B-v0.3"),
+        "mistral-nemo-12b": Published("mistralai/Mistral-Nemo-Base-2407"),
+        "mistral-small-24b": Published("mistralai/Mistral-Small-24B-Base-2501"),
+    }

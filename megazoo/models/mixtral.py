@@ -5,14 +5,19 @@ experts.py. All other parts are as in mistral.py. The published models have no w
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
+from megazoo.families.published import Published
+from megazoo.families.registry import register
+from megazoo.lazy import LazyModule
 from megazoo.models import experts, llama, mistral
-from megazoo.models.hugging_face import experts as hugging_face_experts
-from megazoo.models.hugging_face import llama as hugging_face
-from megazoo.models.hugging_face.config import ConfigReader
-from megazoo.models.hugging_face.windows import read_window
-from megazoo.models.registry import register
+
+if TYPE_CHECKING:
+    from megazoo.formats.hugging_face.config import ConfigReader
+
+hugging_face = LazyModule("megazoo.formats.hugging_face.llama")
+expert_files = LazyModule("megazoo.formats.hugging_face.experts")
+window_files = LazyModule("megazoo.formats.hugging_face.windows")
 
 COUNTS = ("num_local_experts", "num_experts")
 
@@ -26,16 +31,16 @@ class MixtralConfig(experts.ExpertsFields, mistral.MistralConfig):
     window: int = 0  # tokens that a query attends to, itself included; 0: all before it
 
     @classmethod
-    def from_hugging_face(cls, fields: ConfigReader) -> "MixtralConfig":
+    def from_hugging_face(cls, fields: "ConfigReader") -> "MixtralConfig":
         values = hugging_face.read_config(fields, cls)
         fields.only("router_jitter_noise", 0.0)
-        window = read_window(fields, 0) if "sliding_window" in fields.values else 0
-        values |= hugging_face_experts.read_experts(fields, cls, COUNTS, {})
+        window = window_files.read_window(fields, 0) if "sliding_window" in fields.values else 0
+        values |= expert_files.read_experts(fields, cls, COUNTS, {})
         return cls(**values, window=window)
 
     def to_hugging_face(self) -> dict:
         config = hugging_face.write_config(self, "mixtral")
-        own = hugging_face_experts.write_experts(self, COUNTS[0], {})
+        own = expert_files.write_experts(self, COUNTS[0], {})
         return {**config, **own, "sliding_window": self.window or None}
 
 
@@ -46,7 +51,7 @@ class Block(experts.Block, mistral.Block):
 @register("mixtral")
 class Mixtral(llama.Llama):
     Config, Block = MixtralConfig, Block
-    HUGGING_FACE_NAMES: ClassVar = hugging_face.NAMES | hugging_face_experts.MIXTRAL_NAMES
+    HUGGING_FACE_NAMES: ClassVar = llama.NAMES | experts.MIXTRAL_NAMES
     presets = {
         "mixtral-tiny": MixtralConfig(
             vocab_size=257, max_positions=256, hidden_size=128, layers=4, heads=4, kv_heads=2,
@@ -58,3 +63,7 @@ class Mixtral(llama.Llama):
             ffn_size=16384,
         ),
     }  # fmt: skip
+    published: ClassVar = {
+        "mixtral-8x7b": Published("mistralai/Mixtral-8x7B-v0.1"),
+        "mixtral-8x22b": Published("mistralai/Mixtral-8x22B-v0.1"),
+    }

@@ -32,13 +32,17 @@ equal.
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from megazoo.engine.microbatch import MicroBatch, static_steps
+from megazoo.families.config import ModelConfig
+from megazoo.families.names import HFFiles, HFNames
+from megazoo.families.published import Published
+from megazoo.families.registry import register
 from megazoo.layers import (
     MLP,
     ALiBi,
@@ -50,14 +54,34 @@ from megazoo.layers import (
     units_of_heads,
 )
 from megazoo.layers.layer import Layer
-from megazoo.models.config import ModelConfig
+from megazoo.lazy import LazyModule
 from megazoo.models.decoder import Decoder
-from megazoo.models.hugging_face import mpt as hugging_face
-from megazoo.models.hugging_face.config import ConfigReader
 from megazoo.models.masks import alibi_mask_of, mask_of
-from megazoo.models.registry import register
+
+if TYPE_CHECKING:
+    from megazoo.formats.hugging_face.config import ConfigReader
+
+hugging_face = LazyModule("megazoo.formats.hugging_face.mpt")
 
 QK_NORM_EPSILON = 1e-5
+
+
+HUGGING_FACE = HFFiles(prefix="transformer.", legacy="")
+NAMES = {
+    "embedding": HFNames("transformer.wte"),
+    "position_embedding": HFNames("transformer.wpe"),
+    "layers.{}.attention_norm": HFNames("transformer.blocks.{}.norm_1"),
+    "layers.{}.attention.qkv": HFNames("transformer.blocks.{}.attn.Wqkv"),
+    "layers.{}.attention.q_norm": HFNames("transformer.blocks.{}.attn.q_ln"),
+    "layers.{}.attention.k_norm": HFNames("transformer.blocks.{}.attn.k_ln"),
+    "layers.{}.attention.output": HFNames("transformer.blocks.{}.attn.out_proj"),
+    "layers.{}.mlp_norm": HFNames("transformer.blocks.{}.norm_2"),
+    "layers.{}.mlp.up": HFNames("transformer.blocks.{}.ffn.up_proj"),
+    "layers.{}.mlp.down": HFNames("transformer.blocks.{}.ffn.down_proj"),
+    "norm": HFNames("transformer.norm_f"),
+    "head": HFNames("lm_head"),
+    "score": HFNames("score"),
+}
 
 
 @dataclass(frozen=True)
@@ -92,7 +116,7 @@ class MPTConfig(ModelConfig):
             object.__setattr__(self, "kv_heads", self.heads)
 
     @classmethod
-    def from_hugging_face(cls, fields: ConfigReader) -> "MPTConfig":
+    def from_hugging_face(cls, fields: "ConfigReader") -> "MPTConfig":
         return cls(**hugging_face.read_config(fields, cls))
 
     def to_hugging_face(self) -> dict:
@@ -154,9 +178,14 @@ class MPT(Decoder):
         "mpt-7b": MPTConfig(),
         "mpt-30b": MPTConfig(max_positions=8192, hidden_size=7168, layers=48, heads=64),
     }
+    # MPT was trained with Lion, whose rates differ.
+    published: ClassVar = {
+        "mpt-1b": Published("mosaicml/mpt-1b-redpajama-200b"),
+        "mpt-7b": Published("mosaicml/mpt-7b"),
+        "mpt-30b": Published("mosaicml/mpt-30b"),
+    }
 
-    HUGGING_FACE_NAMES: ClassVar = hugging_face.NAMES
-    HUGGING_FACE = hugging_face.FILES
+    HUGGING_FACE_NAMES, HUGGING_FACE = NAMES, HUGGING_FACE
 
     def add_first(self) -> None:
         c, self.position_embedding = self.config, None

@@ -12,21 +12,26 @@ llama.py.
 """
 
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 
 from megazoo.engine.microbatch import MicroBatch
+from megazoo.families.names import HFNames
+from megazoo.families.published import Published
+from megazoo.families.registry import register
 from megazoo.layers import HeadwiseRMSNorm, RMSNorm, units_of_heads
 from megazoo.layers.fused import CosAndSin
 from megazoo.layers.norm import rms_norm
+from megazoo.lazy import LazyModule
 from megazoo.models import llama
-from megazoo.models.hugging_face import llama as hugging_face
-from megazoo.models.hugging_face.config import ConfigReader
-from megazoo.models.hugging_face.names import HFNames
-from megazoo.models.registry import register
 
-NAMES = hugging_face.NAMES | {
+if TYPE_CHECKING:
+    from megazoo.formats.hugging_face.config import ConfigReader
+
+hugging_face = LazyModule("megazoo.formats.hugging_face.llama")
+
+NAMES = llama.NAMES | {
     "layers.{}.attention_norm": HFNames("model.layers.{}.post_attention_layernorm"),
     "layers.{}.mlp_norm": HFNames("model.layers.{}.post_feedforward_layernorm"),
     "layers.{}.attention.q_norm": HFNames("model.layers.{}.self_attn.q_norm"),
@@ -52,7 +57,7 @@ class Olmo2Config(llama.LlamaFamilyConfig):
     norm = OlmoNorm
 
     @classmethod
-    def from_hugging_face(cls, fields: ConfigReader) -> Self:
+    def from_hugging_face(cls, fields: "ConfigReader") -> Self:
         return cls(**hugging_face.read_config(fields, cls))
 
     def to_hugging_face(self) -> dict:
@@ -103,4 +108,11 @@ class Olmo2(llama.Llama):
         "olmo2-32b": Olmo2Config(
             100352, 4096, 5120, 64, 40, 8, 0, 27648, norm_epsilon=1e-6, rope_theta=5e5
         ),
+    }
+    # OLMo Team 2025, table 3.
+    published: ClassVar = {
+        "olmo2-1b": Published("allenai/OLMo-2-0425-1B"),
+        "olmo2-7b": Published("allenai/OLMo-2-1124-7B", 3e-4, 1024 * 4096),
+        "olmo2-13b": Published("allenai/OLMo-2-1124-13B", 9e-4, 2048 * 4096),
+        "olmo2-32b": Published("allenai/OLMo-2-0325-32B", 6e-4, 2048 * 4096),
     }

@@ -5,13 +5,18 @@ others rotate with the base window_theta. All other parts are as in olmo2.py.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+from megazoo.families.published import Published
+from megazoo.families.registry import register
+from megazoo.lazy import LazyModule
 from megazoo.models import olmo2, windows
-from megazoo.models.hugging_face import llama as hugging_face
-from megazoo.models.hugging_face.config import ConfigReader
-from megazoo.models.hugging_face.windows import read_layer_pattern, write_layer_pattern
-from megazoo.models.registry import register
+
+if TYPE_CHECKING:
+    from megazoo.formats.hugging_face.config import ConfigReader
+
+hugging_face = LazyModule("megazoo.formats.hugging_face.llama")
+window_files = LazyModule("megazoo.formats.hugging_face.windows")
 
 
 @dataclass(frozen=True)
@@ -24,14 +29,14 @@ class Olmo3Config(olmo2.Olmo2Config):
     full_every: int = 4  # every such layer attends to all tokens, the others have the window
 
     @classmethod
-    def from_hugging_face(cls, fields: ConfigReader) -> Self:
+    def from_hugging_face(cls, fields: "ConfigReader") -> Self:
         rotary = hugging_face.read_rotary_by_layer(fields, cls.rope_theta, cls.window_theta)
         config = super().from_hugging_face(fields)
-        pattern = read_layer_pattern(fields, config.layers, cls.window, cls.full_every)
+        pattern = window_files.read_layer_pattern(fields, config.layers, cls.window, cls.full_every)
         return replace(config, **rotary, **pattern)
 
     def to_hugging_face(self) -> dict:
-        values = hugging_face.write_config(self, "olmo3") | write_layer_pattern(self)
+        values = hugging_face.write_config(self, "olmo3") | window_files.write_layer_pattern(self)
         return values | hugging_face.write_rotary_by_layer(self)
 
 
@@ -67,4 +72,8 @@ class Olmo3(windows.WindowLlama, olmo2.Olmo2):
         "olmo3-tiny": Olmo3Config(257, 256, 128, 4, 4, 2, 0, 384, window=48),
         "olmo3-7b": _published(4096, 32, 32, 32, 0, 11008),
         "olmo3-32b": _published(5120, 64, 40, 8, 0, 27648),
+    }
+    published: ClassVar = {
+        "olmo3-7b": Published("allenai/Olmo-3-1025-7B"),
+        "olmo3-32b": Published("allenai/Olmo-3-1125-32B"),
     }

@@ -6,19 +6,24 @@ all other parts are as in llama.py.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from megazoo.errors import UserError
+from megazoo.families.names import HFNames
+from megazoo.families.published import Published
+from megazoo.families.registry import register
+from megazoo.lazy import LazyModule
 from megazoo.models import experts, llama, olmo2
-from megazoo.models.hugging_face import experts as hugging_face_experts
-from megazoo.models.hugging_face import llama as hugging_face
-from megazoo.models.hugging_face.config import ConfigReader
-from megazoo.models.hugging_face.names import HFNames
-from megazoo.models.registry import register
+
+if TYPE_CHECKING:
+    from megazoo.formats.hugging_face.config import ConfigReader
+
+hugging_face = LazyModule("megazoo.formats.hugging_face.llama")
+expert_files = LazyModule("megazoo.formats.hugging_face.experts")
 
 FIELDS = {"norm_topk_prob": "normalize_weights"}
 COUNTS = ("num_experts", "num_local_experts")
-NAMES = hugging_face.NAMES | {
+NAMES = llama.NAMES | {
     "layers.{}.attention.q_norm": HFNames("model.layers.{}.self_attn.q_norm"),
     "layers.{}.attention.k_norm": HFNames("model.layers.{}.self_attn.k_norm"),
 }
@@ -42,7 +47,7 @@ class OlmoeConfig(experts.ExpertsFields, llama.LlamaFamilyConfig):
     router_aux_loss_coef: float = 0.01
 
     @classmethod
-    def from_hugging_face(cls, fields: ConfigReader) -> "OlmoeConfig":
+    def from_hugging_face(cls, fields: "ConfigReader") -> "OlmoeConfig":
         values = hugging_face.read_config(fields, cls)
         fields.only("clip_qkv", None)
         if values["head_size"]:
@@ -50,7 +55,7 @@ class OlmoeConfig(experts.ExpertsFields, llama.LlamaFamilyConfig):
                 f"head_dim {values['head_size']} is not supported: it must be hidden_size / "
                 "num_attention_heads"
             )
-        return cls(**values, **hugging_face_experts.read_experts(fields, cls, COUNTS, FIELDS))
+        return cls(**values, **expert_files.read_experts(fields, cls, COUNTS, FIELDS))
 
     def to_hugging_face(self) -> dict:
         if self.num_labels:
@@ -59,7 +64,7 @@ class OlmoeConfig(experts.ExpertsFields, llama.LlamaFamilyConfig):
                 "shards"
             )
         values = hugging_face.write_config(self, "olmoe")
-        return values | hugging_face_experts.write_experts(self, COUNTS[0], FIELDS)
+        return values | expert_files.write_experts(self, COUNTS[0], FIELDS)
 
 
 class Block(experts.Block):
@@ -72,10 +77,14 @@ class Block(experts.Block):
 @register("olmoe")
 class Olmoe(llama.Llama):
     Config, Block = OlmoeConfig, Block
-    HUGGING_FACE_NAMES: ClassVar = NAMES | hugging_face_experts.NAMES
+    HUGGING_FACE_NAMES: ClassVar = NAMES | experts.NAMES
     presets = {
         "olmoe-tiny": OlmoeConfig(
             257, 256, 128, 4, 4, ffn_size=96, experts=8, experts_per_token=2
         ),
         "olmoe-1b-7b": OlmoeConfig(ffn_size=1024),
     }  # fmt: skip
+    # Muennighoff et al. 2024.
+    published: ClassVar = {
+        "olmoe-1b-7b": Published("allenai/OLMoE-1B-7B-0924", 4e-4, 1024 * 4096),
+    }

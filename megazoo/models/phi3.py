@@ -10,21 +10,27 @@ parts are as in llama.py.
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from megazoo.engine.microbatch import MicroBatch
 from megazoo.errors import UserError
+from megazoo.families.names import HFNames
+from megazoo.families.published import Published
+from megazoo.families.registry import register
 from megazoo.layers import Dropout
 from megazoo.layers.fused import CosAndSin
+from megazoo.lazy import LazyModule
 from megazoo.models import llama
-from megazoo.models.hugging_face import llama as hugging_face
-from megazoo.models.hugging_face.config import ConfigReader
-from megazoo.models.hugging_face.names import HFNames
-from megazoo.models.hugging_face.windows import read_window
-from megazoo.models.registry import register
 
-NAMES = hugging_face.NAMES | {
+if TYPE_CHECKING:
+    from megazoo.formats.hugging_face.config import ConfigReader
+
+hugging_face = LazyModule("megazoo.formats.hugging_face.llama")
+window_files = LazyModule("megazoo.formats.hugging_face.windows")
+
+NAMES = llama.NAMES | {
     "layers.{}.attention.qkv": HFNames("model.layers.{}.self_attn.qkv_proj"),
     "layers.{}.mlp.gate_up": HFNames("model.layers.{}.mlp.gate_up_proj"),
 }
@@ -44,12 +50,12 @@ class Phi3Config(llama.LlamaFamilyConfig):
     residual_dropout: float = 0.0  # of the outputs of attention and MLP
 
     @classmethod
-    def from_hugging_face(cls, fields: ConfigReader) -> "Phi3Config":
+    def from_hugging_face(cls, fields: "ConfigReader") -> "Phi3Config":
         fraction = _take_rotary_fraction(fields)
         fields.take("original_max_position_embeddings")  # of longrope
         fields.take("embd_pdrop")  # has no effect in transformers
         fields.only("attention_bias", False)
-        window = read_window(fields, 1) if "sliding_window" in fields.values else 0
+        window = window_files.read_window(fields, 1) if "sliding_window" in fields.values else 0
         values = hugging_face.read_config(fields, cls)
         if scaling := values["rope_scaling"]:  # transformers reads yarn as longrope
             raise UserError(
@@ -67,7 +73,7 @@ class Phi3Config(llama.LlamaFamilyConfig):
         return values | own
 
 
-def _take_rotary_fraction(fields: ConfigReader) -> float:
+def _take_rotary_fraction(fields: "ConfigReader") -> float:
     """Return the fraction of a head's features that are rotated. rope_scaling replaces
     rope_parameters."""
     fraction = fields.take("partial_rotary_factor", 1.0)
@@ -75,7 +81,7 @@ def _take_rotary_fraction(fields: ConfigReader) -> float:
         fields.take("rope_parameters", {})
     for name in ("rope_parameters", "rope_scaling"):
         if isinstance(rope := fields.values.get(name), dict):
-            rope = ConfigReader(rope)
+            rope = type(fields)(rope)
             fraction = rope.take("partial_rotary_factor", float(fraction))
             fields.values[name] = rope.values
     return fraction
@@ -111,4 +117,9 @@ class Phi3(llama.Llama):
         "phi3-mini": Phi3Config(window=2047),
         "phi3-medium": Phi3Config(32064, 4096, 5120, 40, 40, 10, 0, 17920, window=2047),
         "phi4": Phi3Config(100352, 16384, 5120, 40, 40, 10, 0, 17920, rope_theta=250000.0),
+    }
+    published: ClassVar = {
+        "phi3-mini": Published("microsoft/Phi-3-mini-4k-instruct"),
+        "phi3-medium": Published("microsoft/Phi-3-medium-4k-instruct"),
+        "phi4": Published("microsoft/phi-4"),
     }

@@ -23,18 +23,19 @@ from megazoo.checkpoint.shards import Files, files_of_rank, write_manifest
 from megazoo.checkpoint.verifying import verifying
 from megazoo.engine.habits import translated
 from megazoo.errors import UserError, any_of
+from megazoo.families.config import fields_of_training
+from megazoo.families.published import published
+from megazoo.families.registry import family_of, presets
+from megazoo.formats.gguf.source import GGUFModel
+from megazoo.formats.hugging_face.directory import HuggingFaceDirectory
+from megazoo.formats.hugging_face.export import hugging_face_config, parse_size, write_model
+from megazoo.formats.megatron.source import MegatronCheckpoint, is_megatron
+from megazoo.formats.source import HoldsAdapters, ModelSource, SavedModel
 from megazoo.gguf_file import is_gguf
 from megazoo.hub import name_of
 from megazoo.layers.linear import refuse_rounded
-from megazoo.models.config import fields_of_training
-from megazoo.models.gguf.source import GGUFModel
-from megazoo.models.hugging_face.directory import HuggingFaceDirectory
-from megazoo.models.hugging_face.export import hugging_face_config, parse_size, write_model
-from megazoo.models.megatron.source import MegatronCheckpoint, is_megatron
 from megazoo.models.outputs import CLASSIFIER_HEAD
-from megazoo.models.published import PUBLISHED, Published
-from megazoo.models.registry import GIVE_A_DIRECTORY, family_of, presets
-from megazoo.models.source import HoldsAdapters, ModelSource, SavedModel
+from megazoo.models.registry import GIVE_A_DIRECTORY
 from megazoo.parallel.context import ParallelContext, current_context
 from megazoo.parallel.dtypes import dtype_named
 from megazoo.parallel.failure import propagate_errors
@@ -77,8 +78,8 @@ def open_source(path: str | Path, *, verify: bool = True) -> ModelSource:
             ) from None
         if found := what_is(path):
             raise UserError(f"{path} {found}") from None
-        published = PUBLISHED.get(str(path), Published(None)).hub
-        hint = f"; on the Hugging Face hub it is {published}" if published else ""
+        known = published(str(path)).hub
+        hint = f"; on the Hugging Face hub it is {known}" if known else ""
         raise UserError(
             f"{error}, nor {CONFIG}" if path.is_dir() else f"{path} is not a directory{hint}"
         ) from None

@@ -8,21 +8,50 @@ weights as in gpt2.py.
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import nn
 
 from megazoo.engine.microbatch import MicroBatch, static_steps
+from megazoo.families.config import ModelConfig
+from megazoo.families.names import HFFiles, HFNames
+from megazoo.families.published import Published
+from megazoo.families.registry import register
 from megazoo.layers import MLP, CausalSelfAttention, Dropout, LayerNorm, Rotary, activation_named
 from megazoo.layers.fused import CosAndSin
 from megazoo.layers.layer import Layer
 from megazoo.layers.rotary import rotated_features
-from megazoo.models.config import ModelConfig
+from megazoo.lazy import LazyModule
 from megazoo.models.decoder import Decoder
-from megazoo.models.hugging_face import pythia as hugging_face
-from megazoo.models.hugging_face.config import ConfigReader
 from megazoo.models.masks import mask_of
-from megazoo.models.registry import register
+
+if TYPE_CHECKING:
+    from megazoo.formats.hugging_face.config import ConfigReader
+
+hugging_face = LazyModule("megazoo.formats.hugging_face.pythia")
+
+
+HUGGING_FACE = HFFiles(
+    model_type="gpt_neox",
+    prefix="gpt_neox.",
+    # buffers in older files
+    legacy=r"(gpt_neox\.)?layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",
+)
+NAMES = {
+    "embedding": HFNames("gpt_neox.embed_in"),
+    "layers.{}.attention_norm": HFNames("gpt_neox.layers.{}.input_layernorm"),
+    "layers.{}.attention.qkv": HFNames(
+        "gpt_neox.layers.{}.attention.query_key_value", grouped=True
+    ),
+    "layers.{}.attention.output": HFNames("gpt_neox.layers.{}.attention.dense"),
+    "layers.{}.mlp_norm": HFNames("gpt_neox.layers.{}.post_attention_layernorm"),
+    "layers.{}.mlp.up": HFNames("gpt_neox.layers.{}.mlp.dense_h_to_4h"),
+    "layers.{}.mlp.down": HFNames("gpt_neox.layers.{}.mlp.dense_4h_to_h"),
+    "norm": HFNames("gpt_neox.final_layer_norm"),
+    "head": HFNames("embed_out"),
+    "score": HFNames("score"),
+}
 
 
 @dataclass(frozen=True)
@@ -46,7 +75,7 @@ class PythiaConfig(ModelConfig):
     tie_embeddings: bool = False
 
     @classmethod
-    def from_hugging_face(cls, fields: ConfigReader) -> "PythiaConfig":
+    def from_hugging_face(cls, fields: "ConfigReader") -> "PythiaConfig":
         return cls(**hugging_face.read_config(fields, cls))
 
     def to_hugging_face(self) -> dict:
@@ -85,8 +114,7 @@ class Block(Layer):
 @register("pythia")
 class Pythia(Decoder):
     Config, Block = PythiaConfig, Block
-    HUGGING_FACE_NAMES = hugging_face.NAMES
-    HUGGING_FACE = hugging_face.FILES
+    HUGGING_FACE_NAMES, HUGGING_FACE = NAMES, HUGGING_FACE
     presets = {
         # vocab_size, max_positions, hidden_size, layers, heads, ffn_size
         "pythia-tiny": PythiaConfig(257, 256, 128, 4, 4, 512),
@@ -99,6 +127,18 @@ class Pythia(Decoder):
         "pythia-6.9b": PythiaConfig(50432, 2048, 4096, 32, 32, 16384),
         "pythia-12b": PythiaConfig(50688, 2048, 5120, 36, 40, 20480),
         "neox-20b": PythiaConfig(50432, 2048, 6144, 44, 64, 24576, activation="gelu_fast"),
+    }
+    # Biderman et al. 2023; GPT-NeoX: Black et al. 2022, table 2.
+    published: ClassVar = {
+        "pythia-70m": Published("EleutherAI/pythia-70m", 1e-3, 1024 * 2048),
+        "pythia-160m": Published("EleutherAI/pythia-160m", 6e-4, 1024 * 2048),
+        "pythia-410m": Published("EleutherAI/pythia-410m", 3e-4, 1024 * 2048),
+        "pythia-1b": Published("EleutherAI/pythia-1b", 3e-4, 1024 * 2048),
+        "pythia-1.4b": Published("EleutherAI/pythia-1.4b", 2e-4, 1024 * 2048),
+        "pythia-2.8b": Published("EleutherAI/pythia-2.8b", 1.6e-4, 1024 * 2048),
+        "pythia-6.9b": Published("EleutherAI/pythia-6.9b", 1.2e-4, 1024 * 2048),
+        "pythia-12b": Published("EleutherAI/pythia-12b", 1.2e-4, 1024 * 2048),
+        "neox-20b": Published("EleutherAI/gpt-neox-20b", 0.97e-4, 3_150_000),
     }
 
     def add_first(self) -> None:

@@ -5,13 +5,18 @@ published models have none.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from megazoo.families.published import Published
+from megazoo.families.registry import register
+from megazoo.lazy import LazyModule
 from megazoo.models import llama
-from megazoo.models.hugging_face import llama as hugging_face
-from megazoo.models.hugging_face.config import ConfigReader
-from megazoo.models.hugging_face.windows import read_layer_types, write_layer_types
-from megazoo.models.registry import register
+
+if TYPE_CHECKING:
+    from megazoo.formats.hugging_face.config import ConfigReader
+
+hugging_face = LazyModule("megazoo.formats.hugging_face.llama")
+window_files = LazyModule("megazoo.formats.hugging_face.windows")
 
 
 @dataclass(frozen=True)
@@ -27,12 +32,12 @@ class Qwen2Config(llama.LlamaFamilyConfig):
     attention_bias = True  # on qkv
 
     @classmethod
-    def from_hugging_face(cls, fields: ConfigReader) -> "Qwen2Config":
+    def from_hugging_face(cls, fields: "ConfigReader") -> "Qwen2Config":
         values = hugging_face.read_config(fields, cls)
-        return cls(**values, **read_layer_types(fields, values["layers"]))
+        return cls(**values, **window_files.read_layer_types(fields, values["layers"]))
 
     def to_hugging_face(self) -> dict:
-        return hugging_face.write_config(self, "qwen2") | write_layer_types(self)
+        return hugging_face.write_config(self, "qwen2") | window_files.write_layer_types(self)
 
 
 class Block(llama.Block):
@@ -57,4 +62,12 @@ class Qwen2(llama.Llama):
         "qwen2-72b": _published(152064, 131072, 8192, 80, 64, 8, 0, 29568),
         "qwen2.5-3b": _published(151936, 32768, 2048, 36, 16, 2, 0, 11008, tie_embeddings=True),
         "qwen2.5-32b": _published(152064, 131072, 5120, 64, 40, 8, 0, 27648, norm_epsilon=1e-5),
+    }
+    published: ClassVar = {
+        "qwen2-0.5b": Published("Qwen/Qwen2-0.5B"),
+        "qwen2-1.5b": Published("Qwen/Qwen2-1.5B"),
+        "qwen2-7b": Published("Qwen/Qwen2-7B"),
+        "qwen2-72b": Published("Qwen/Qwen2-72B"),
+        "qwen2.5-3b": Published("Qwen/Qwen2.5-3B"),
+        "qwen2.5-32b": Published("Qwen/Qwen2.5-32B"),
     }

@@ -5,17 +5,22 @@ sigmoid(shared_gate(x)). See experts.py; all other parts are as in qwen2.py.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from megazoo.errors import UserError
+from megazoo.families.published import Published
+from megazoo.families.registry import register
+from megazoo.lazy import LazyModule
 from megazoo.models import experts, llama, qwen2
-from megazoo.models.hugging_face import experts as hugging_face_experts
-from megazoo.models.hugging_face import llama as hugging_face
-from megazoo.models.hugging_face.config import ConfigReader
-from megazoo.models.hugging_face.windows import layer_types
-from megazoo.models.registry import register
 
-FIELDS = hugging_face_experts.QWEN_FIELDS | {"shared_expert_intermediate_size": "shared_size"}
+if TYPE_CHECKING:
+    from megazoo.formats.hugging_face.config import ConfigReader
+
+hugging_face = LazyModule("megazoo.formats.hugging_face.llama")
+expert_files = LazyModule("megazoo.formats.hugging_face.experts")
+window_files = LazyModule("megazoo.formats.hugging_face.windows")
+
+FIELDS = expert_files.QWEN_FIELDS | {"shared_expert_intermediate_size": "shared_size"}
 
 
 @dataclass(frozen=True)
@@ -34,16 +39,14 @@ class Qwen2MoeConfig(experts.ExpertsFields, qwen2.Qwen2Config):
     shared_size: int = 5632
 
     @classmethod
-    def from_hugging_face(cls, fields: ConfigReader) -> "Qwen2MoeConfig":
+    def from_hugging_face(cls, fields: "ConfigReader") -> "Qwen2MoeConfig":
         values = hugging_face.read_config(fields, cls)
         fields.only("qkv_bias", True)
         fields.only("use_sliding_window", False)
-        fields.only("layer_types", layer_types(values["layers"], values["layers"]))
+        fields.only("layer_types", window_files.layer_types(values["layers"], values["layers"]))
         for name in ("sliding_window", "max_window_layers"):
             fields.take(name)  # has no effect
-        return cls(
-            **values, **hugging_face_experts.read_experts(fields, cls, ("num_experts",), FIELDS)
-        )
+        return cls(**values, **expert_files.read_experts(fields, cls, ("num_experts",), FIELDS))
 
     def to_hugging_face(self) -> dict:
         if self.window:
@@ -52,7 +55,7 @@ class Qwen2MoeConfig(experts.ExpertsFields, qwen2.Qwen2Config):
                 "use 0, or shards"
             )
         values = hugging_face.write_config(self, "qwen2_moe")
-        return values | hugging_face_experts.write_experts(self, "num_experts", FIELDS)
+        return values | expert_files.write_experts(self, "num_experts", FIELDS)
 
 
 class Block(experts.Block, qwen2.Block):
@@ -62,9 +65,7 @@ class Block(experts.Block, qwen2.Block):
 @register("qwen2_moe")
 class Qwen2Moe(llama.Llama):
     Config, Block = Qwen2MoeConfig, Block
-    HUGGING_FACE_NAMES: ClassVar = (
-        hugging_face.NAMES | hugging_face_experts.NAMES | hugging_face_experts.SHARED_NAMES
-    )
+    HUGGING_FACE_NAMES: ClassVar = llama.NAMES | experts.NAMES | experts.SHARED_NAMES
     presets = {
         "qwen2_moe-tiny": Qwen2MoeConfig(
             257, 256, 128, 4, 4, 2, 0, 384, experts=6, experts_per_token=2, expert_size=96,
@@ -76,3 +77,7 @@ class Qwen2Moe(llama.Llama):
             rope_theta=1e6, experts=64, experts_per_token=8, expert_size=2560, shared_size=20480,
         ),
     }  # fmt: skip
+    published: ClassVar = {
+        "qwen1.5-moe-a2.7b": Published("Qwen/Qwen1.5-MoE-A2.7B"),
+        "qwen2-57b-a14b": Published("Qwen/Qwen2-57B-A14B"),
+    }

@@ -5,15 +5,19 @@ as in qwen2.py, everything else as in llama.py.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
+from megazoo.families.names import HFNames
+from megazoo.families.published import Published
+from megazoo.families.registry import register
 from megazoo.layers import RMSNorm
-from megazoo.models import qwen2
-from megazoo.models.hugging_face import llama as hugging_face
-from megazoo.models.hugging_face.names import HFNames
-from megazoo.models.hugging_face.windows import write_layer_types
-from megazoo.models.registry import register
+from megazoo.lazy import LazyModule
+from megazoo.models import llama, qwen2
 
-NAMES = hugging_face.NAMES | {
+hugging_face = LazyModule("megazoo.formats.hugging_face.llama")
+window_files = LazyModule("megazoo.formats.hugging_face.windows")
+
+NAMES = llama.NAMES | {
     "layers.{}.attention.q_norm": HFNames("model.layers.{}.self_attn.q_norm"),
     "layers.{}.attention.k_norm": HFNames("model.layers.{}.self_attn.k_norm"),
 }
@@ -27,7 +31,7 @@ class Qwen3Config(qwen2.Qwen2Config):
     attention_bias: bool = False  # on qkv and output
 
     def to_hugging_face(self) -> dict:
-        return hugging_face.write_config(self, "qwen3") | write_layer_types(self)
+        return hugging_face.write_config(self, "qwen3") | window_files.write_layer_types(self)
 
 
 class Block(qwen2.Block):
@@ -57,4 +61,12 @@ class Qwen3(qwen2.Qwen2):
         "qwen3-8b": _published(4096, 36, 32, 12288),
         "qwen3-14b": _published(5120, 40, 40, 17408),
         "qwen3-32b": _published(5120, 64, 64, 25600),
+    }
+    published: ClassVar = {
+        "qwen3-0.6b": Published("Qwen/Qwen3-0.6B"),
+        "qwen3-1.7b": Published("Qwen/Qwen3-1.7B"),
+        "qwen3-4b": Published("Qwen/Qwen3-4B"),
+        "qwen3-8b": Published("Qwen/Qwen3-8B"),
+        "qwen3-14b": Published("Qwen/Qwen3-14B"),
+        "qwen3-32b": Published("Qwen/Qwen3-32B"),
     }

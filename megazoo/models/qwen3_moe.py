@@ -4,17 +4,22 @@ See experts.py; all other parts are as in qwen3.py.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from megazoo.errors import UserError
+from megazoo.families.published import Published
+from megazoo.families.registry import register
+from megazoo.lazy import LazyModule
 from megazoo.models import experts, llama, qwen3
-from megazoo.models.hugging_face import experts as hugging_face_experts
-from megazoo.models.hugging_face import llama as hugging_face
-from megazoo.models.hugging_face.config import ConfigReader
-from megazoo.models.hugging_face.windows import read_common_window
-from megazoo.models.registry import register
 
-FIELDS = hugging_face_experts.QWEN_FIELDS
+if TYPE_CHECKING:
+    from megazoo.formats.hugging_face.config import ConfigReader
+
+hugging_face = LazyModule("megazoo.formats.hugging_face.llama")
+expert_files = LazyModule("megazoo.formats.hugging_face.experts")
+window_files = LazyModule("megazoo.formats.hugging_face.windows")
+
+FIELDS = expert_files.QWEN_FIELDS
 COUNTS = ("num_experts", "num_local_experts")
 
 
@@ -33,10 +38,10 @@ class Qwen3MoeConfig(experts.ExpertsFields, qwen3.Qwen3Config):
     normalize_weights: bool = False
 
     @classmethod
-    def from_hugging_face(cls, fields: ConfigReader) -> "Qwen3MoeConfig":
+    def from_hugging_face(cls, fields: "ConfigReader") -> "Qwen3MoeConfig":
         values = hugging_face.read_config(fields, cls)
-        values |= hugging_face_experts.read_experts(fields, cls, COUNTS, FIELDS)
-        return cls(**values, window=read_common_window(fields))
+        values |= expert_files.read_experts(fields, cls, COUNTS, FIELDS)
+        return cls(**values, window=window_files.read_common_window(fields))
 
     def to_hugging_face(self) -> dict:
         values = hugging_face.write_config(self, "qwen3_moe")
@@ -46,7 +51,7 @@ class Qwen3MoeConfig(experts.ExpertsFields, qwen3.Qwen3Config):
                 "use 0"
             )
         window = {"use_sliding_window": bool(self.window), "sliding_window": self.window or None}
-        return values | hugging_face_experts.write_experts(self, COUNTS[0], FIELDS) | window
+        return values | expert_files.write_experts(self, COUNTS[0], FIELDS) | window
 
 
 class Block(experts.Block, qwen3.Block):
@@ -56,7 +61,7 @@ class Block(experts.Block, qwen3.Block):
 @register("qwen3_moe")
 class Qwen3Moe(llama.Llama):
     Config, Block = Qwen3MoeConfig, Block
-    HUGGING_FACE_NAMES: ClassVar = qwen3.NAMES | hugging_face_experts.NAMES
+    HUGGING_FACE_NAMES: ClassVar = qwen3.NAMES | experts.NAMES
     presets = {
         "qwen3_moe-tiny": Qwen3MoeConfig(
             257, 256, 128, 4, 4, 2, 48, 384, experts=8, experts_per_token=2, expert_size=96,
@@ -70,3 +75,7 @@ class Qwen3Moe(llama.Llama):
             ffn_size=12288, rope_theta=1e6, expert_size=1536, normalize_weights=True,
         ),
     }  # fmt: skip
+    published: ClassVar = {
+        "qwen3-30b-a3b": Published("Qwen/Qwen3-30B-A3B"),
+        "qwen3-235b-a22b": Published("Qwen/Qwen3-235B-A22B"),
+    }

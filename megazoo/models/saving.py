@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Self
 
 from megazoo.errors import UserError
-from megazoo.hub import check_upload, upload
-from megazoo.models.pretrained import load_weights, one_of, open_directory, save_parallelized
+from megazoo.lazy import LazyModule
 from megazoo.parallel.collectives import all_gather_objects
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.failure import on_all_ranks
+
+hub = LazyModule("megazoo.hub")
+pretrained = LazyModule("megazoo.models.pretrained")
 
 
 class Saving:
@@ -47,7 +49,7 @@ class Saving:
             model.save_parallelized("saved")
             model = megazoo.from_parallelized("saved", ctx)
         """
-        save_parallelized(
+        pretrained.save_parallelized(
             self,
             directory,
             save_directory=save_directory,
@@ -80,7 +82,7 @@ class Saving:
             model.train_batch(ids, labels=ids)
             model.save_pretrained("tuned")
         """
-        save_parallelized(
+        pretrained.save_parallelized(
             self, save_directory, merge_checkpoints=True, max_shard_size=max_shard_size
         )
 
@@ -111,16 +113,18 @@ class Saving:
         Raises:
             UserError: as in `save_pretrained`, and with exit code 1 if the upload fails.
         """
-        check_upload(repo_id)
+        hub.check_upload(repo_id)
         ctx = self.ctx
         patient = ctx.new_cpu_group(timeout=timedelta(days=30))  # the others wait for the upload
         with tempfile.TemporaryDirectory(prefix="megazoo-push-") as directory:
             place = Path(all_gather_objects(directory, ctx)[0]) / "model"
-            save_parallelized(self, place, merge_checkpoints=True, max_shard_size=max_shard_size)
+            pretrained.save_parallelized(
+                self, place, merge_checkpoints=True, max_shard_size=max_shard_size
+            )
             address, error = "", None
             if ctx.rank == 0:
                 try:
-                    address = upload(place, repo_id, private=private, message=commit_message)
+                    address = hub.upload(place, repo_id, private=private, message=commit_message)
                 except UserError as failure:
                     error = failure
             found = all_gather_objects((address, error and str(error)), ctx, patient)
@@ -151,6 +155,6 @@ class Saving:
         Raises:
             UserError: if the weights belong to another model, or a file is corrupt.
         """
-        given = one_of("from_parallelized", directory, "load_directory", load_directory)
-        load_weights(open_directory(given, verify=verify), self)
+        given = pretrained.one_of("from_parallelized", directory, "load_directory", load_directory)
+        pretrained.load_weights(pretrained.open_directory(given, verify=verify), self)
         return self

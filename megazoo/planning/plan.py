@@ -17,10 +17,10 @@ import torch
 from megazoo.engine.auxiliary import check_joint_losses, declared_losses
 from megazoo.engine.transport import MAX_OPEN_EXCHANGES
 from megazoo.errors import UserError
+from megazoo.families.registry import FAMILIES, family_of
 from megazoo.models.attachment import Attachment
 from megazoo.models.base import Model
 from megazoo.models.counts import flops_per_token, parameter_count, whole_model
-from megazoo.models.registry import FAMILIES, family_of
 from megazoo.models.rules import check_batch, check_layout, check_offload, check_sequence
 from megazoo.parallel.actions import Action, in_flight
 from megazoo.parallel.context import ParallelContext

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import torch
 
+from megazoo.families.registry import FAMILIES, family_of
 from megazoo.models.attachment import Attachment
 from megazoo.models.base import Model
 from megazoo.models.counts import whole_model
-from megazoo.models.registry import FAMILIES, family_of
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.layout import Layout
 from megazoo.parallel.shard import volume

@@ -39,10 +39,11 @@ from megazoo.cli.flags import File, Name, parse_flags
 from megazoo.cli.options import ImportOption
 from megazoo.cli.parsing import required
 from megazoo.errors import UserError, check_number
+from megazoo.families.registry import tiny_preset
 from megazoo.lora.settings import LoRASettings, every_target
 from megazoo.models.counts import parameter_count, whole_model
 from megazoo.models.pretrained import open_source
-from megazoo.models.registry import find_config, tiny_preset
+from megazoo.models.registry import find_config
 from megazoo.parallel.layout import switches
 from megazoo.testing import (
     Layout,

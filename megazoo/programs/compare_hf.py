@@ -25,9 +25,9 @@ from megazoo.cli.tokenizer import find_tokenizer
 from megazoo.engine.batch import check_range
 from megazoo.errors import UserError, check_number
 from megazoo.files import regular_file, without_mark
+from megazoo.formats.source import ModelSource
 from megazoo.models.counts import parameter_count
 from megazoo.models.pretrained import open_source
-from megazoo.models.source import ModelSource
 from megazoo.parallel.layout import switches
 from megazoo.testing import Agreement, Layout
 from megazoo.testing.compare import compare_layouts

@@ -15,7 +15,7 @@ from megazoo.cli.commands import COMMANDS
 from megazoo.cli.flags import choices_of, flag_of, kinds_of, parse_flags, unset
 from megazoo.cli.options import Options as TrainingOptions
 from megazoo.errors import UserError
-from megazoo.models.registry import FAMILIES, presets
+from megazoo.families.registry import FAMILIES, presets
 
 SHELLS = ("bash", "zsh", "fish")
 # Completes the words of a command, then the values of an option; otherwise file names.

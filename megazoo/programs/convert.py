@@ -30,15 +30,15 @@ from megazoo.cli.flags import File, parse_flags, unset
 from megazoo.cli.options import ConversionOptions
 from megazoo.cli.parsing import required
 from megazoo.errors import UserError
+from megazoo.formats.gguf.export import write_gguf
+from megazoo.formats.hugging_face.export import parse_size, write_hugging_face
+from megazoo.formats.megatron.source import MegatronCheckpoint, is_megatron
+from megazoo.formats.resharding import write_shards
+from megazoo.formats.source import ModelSource
 from megazoo.hub import name_of
 from megazoo.lora.export import write_peft
 from megazoo.lora.merged import MergedSource
 from megazoo.lora.source import SavedAdapters, open_beside, open_model_or_adapters
-from megazoo.models.gguf.export import write_gguf
-from megazoo.models.hugging_face.export import parse_size, write_hugging_face
-from megazoo.models.megatron.source import MegatronCheckpoint, is_megatron
-from megazoo.models.resharding import write_shards
-from megazoo.models.source import ModelSource
 from megazoo.terminal import byte_bar, note_rank_0
 
 

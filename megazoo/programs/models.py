@@ -16,10 +16,10 @@ from megazoo.cli.options import ImportOption
 from megazoo.cli.parsing import run_file
 from megazoo.cli.text import table
 from megazoo.errors import UserError, nearest
+from megazoo.families.published import published
+from megazoo.families.registry import FAMILIES
 from megazoo.files import write_text
 from megazoo.models.counts import parameter_count
-from megazoo.models.published import PUBLISHED, Published
-from megazoo.models.registry import FAMILIES
 
 COLUMNS = [
     "preset",
@@ -75,14 +75,14 @@ def found(name: str | None) -> list[dict]:
 def row_of(family: str, preset: str) -> dict:
     """Return the sizes, the hub name and the pretraining settings of a preset."""
     config = FAMILIES[family].presets[preset]
-    published = PUBLISHED.get(preset, Published(None))
+    source = published(preset)
     return {
         "family": family,
         "preset": preset,
         "parameters": parameter_count(config),
-        "hub": published.hub,
-        "lr": published.lr,
-        "batch_tokens": published.batch_tokens,
+        "hub": source.hub,
+        "lr": source.lr,
+        "batch_tokens": source.batch_tokens,
         "config": asdict(config),
     }
 

@@ -43,8 +43,8 @@ from megazoo.cli.settings import resolve
 from megazoo.cli.text import size, table, without
 from megazoo.errors import UserError
 from megazoo.files import write_text
+from megazoo.formats.hugging_face.export import parse_size
 from megazoo.models.counts import flops_per_token
-from megazoo.models.hugging_face.export import parse_size
 from megazoo.parallel.layout import Layout
 from megazoo.parallel.schedule import placement_named_by
 from megazoo.planning import (

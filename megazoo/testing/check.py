@@ -22,7 +22,8 @@ from typing import Any
 import torch
 
 from megazoo.errors import UserError, check_number
-from megazoo.models.registry import family_of, find_config, tiny_preset
+from megazoo.families.registry import family_of, tiny_preset
+from megazoo.models.registry import find_config
 from megazoo.parallel.layout import Layout
 from megazoo.testing import usual
 from megazoo.testing.batches import ROWS

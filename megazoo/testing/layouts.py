@@ -6,7 +6,7 @@ from itertools import product
 from typing import Any, Literal
 
 from megazoo.errors import UserError
-from megazoo.models.registry import FAMILIES, family_of
+from megazoo.families.registry import FAMILIES, family_of
 from megazoo.models.rules import check_layout
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.layout import CP_METHODS, Layout

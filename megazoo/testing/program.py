@@ -20,8 +20,8 @@ import torch
 from megazoo import pretrain
 from megazoo.cli.options import layout_settings
 from megazoo.environment import is_rank_zero
+from megazoo.families.registry import FAMILIES
 from megazoo.models.base import Model
-from megazoo.models.registry import FAMILIES
 from megazoo.parallel.layout import Layout
 from megazoo.testing.batches import ROWS, micro_batches_of
 from megazoo.testing.distances import relative

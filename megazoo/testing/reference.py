@@ -13,7 +13,7 @@ from torch import nn
 
 from megazoo.constants import IGNORE_INDEX
 from megazoo.errors import UserError
-from megazoo.models.hugging_face.names import HFNames, Run, names_in
+from megazoo.families.names import HFNames, Run, names_in
 from megazoo.parallel.context import ParallelContext
 
 

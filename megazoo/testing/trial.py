@@ -15,11 +15,12 @@ import torch
 from megazoo import lora
 from megazoo.cli.parsing import run_file
 from megazoo.evaluation.scoring import score
+from megazoo.families.registry import config_from_dict
 from megazoo.layers import Attend, Dropout
 from megazoo.lora.settings import every_target, is_adapter
 from megazoo.models.counts import whole_model
 from megazoo.models.pretrained import from_pretrained
-from megazoo.models.registry import config_from_dict, from_config
+from megazoo.models.registry import from_config
 from megazoo.optim.loss_scale import LossScale
 from megazoo.parallel.collectives import all_gather_objects
 from megazoo.parallel.context import ParallelContext

@@ -22,11 +22,12 @@ from megazoo.engine.microbatch import MicroBatch
 from megazoo.engine.stage import StageRun
 from megazoo.engine.transport import MetaTransport
 from megazoo.errors import UserError
+from megazoo.families.registry import tiny_preset
 from megazoo.layers import matmul
 from megazoo.models.attachment import Attachment
 from megazoo.models.base import Model
 from megazoo.models.outputs import LanguageModelHead
-from megazoo.models.registry import find_config, tiny_preset
+from megazoo.models.registry import find_config
 from megazoo.parallel import collectives, regions
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.layout import Layout

@@ -26,9 +26,10 @@ from megazoo.cli import options as settings  # noqa: E402
 from megazoo.cli.commands import COMMANDS  # noqa: E402
 from megazoo.cli.flags import texts_of  # noqa: E402
 from megazoo.errors import UserError  # noqa: E402
+from megazoo.families.registry import FAMILIES  # noqa: E402
+from megazoo.formats.configs import config_from_hugging_face  # noqa: E402
+from megazoo.formats.gguf.architecture import ARCHITECTURES  # noqa: E402
 from megazoo.layers.rotary import SCALINGS  # noqa: E402
-from megazoo.models.gguf.architecture import ARCHITECTURES  # noqa: E402
-from megazoo.models.registry import FAMILIES, config_from_hugging_face  # noqa: E402
 from megazoo.programs import models  # noqa: E402
 from tests.support.notebook import NOTEBOOK, executed  # noqa: E402
 

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from megazoo.families.registry import FAMILIES
 from megazoo.lora import LoRASettings
 from megazoo.lora.settings import all_targets
 from megazoo.models.counts import whole_model
-from megazoo.models.registry import FAMILIES, find_config
+from megazoo.models.registry import find_config
 from megazoo.parallel.layout import Layout
 from megazoo.planning import PlannedRun, Planner
 

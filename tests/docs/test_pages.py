@@ -23,8 +23,8 @@ from megazoo.cli.commands import COMMANDS
 from megazoo.cli.flags import parse_flags, settings_of
 from megazoo.cli.options import Options
 from megazoo.cli.parsing import CommandLine
+from megazoo.families.registry import FAMILIES
 from megazoo.models.base import Model
-from megazoo.models.registry import FAMILIES
 from megazoo.parallel import ParallelContext
 from tests.docs import refresh_docs
 from tests.support.programs import MARK, marked, python

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 import megazoo
 from megazoo.checkpoint import load, save
 from megazoo.errors import UserError
-from megazoo.models.hugging_face.directory import HuggingFaceDirectory
-from megazoo.models.source import SavedModel
+from megazoo.formats.hugging_face.directory import HuggingFaceDirectory
+from megazoo.formats.source import SavedModel
 from tests.support.directories import names
 from tests.support.sampling import marked_slow
 from tests.support.training import make_batch, tiny_config

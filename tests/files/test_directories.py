@@ -15,9 +15,9 @@ from megazoo import pretrain
 from megazoo.checkpoint import Checkpoint, directories, load, save
 from megazoo.checkpoint.places import step_name
 from megazoo.errors import UserError
-from megazoo.models.hugging_face.export import write_hugging_face
+from megazoo.formats.hugging_face.export import write_hugging_face
+from megazoo.formats.resharding import write_shards
 from megazoo.models.pretrained import open_source
-from megazoo.models.resharding import write_shards
 from tests.support.directories import PROGRAM, in_child, names, tiny_model
 
 # What megazoo did not write

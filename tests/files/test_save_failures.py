@@ -18,9 +18,9 @@ import megazoo
 from megazoo import pretrain
 from megazoo.checkpoint import Saver, save, saving
 from megazoo.errors import UserError
-from megazoo.models.hugging_face.export import write_hugging_face
+from megazoo.formats.hugging_face.export import write_hugging_face
+from megazoo.formats.resharding import write_shards
 from megazoo.models.pretrained import open_source
-from megazoo.models.resharding import write_shards
 from megazoo.parallel.collectives import all_gather_objects
 from tests.support.directories import PROGRAM, names, tiny_model
 from tests.support.pretraining import ROOT

@@ -18,7 +18,7 @@ from megazoo.cli.parsing import CommandLine
 from megazoo.cli.settings import resumed_state
 from megazoo.cli.state import read_state
 from megazoo.errors import UserError
-from megazoo.models.source import SavedModel
+from megazoo.formats.source import SavedModel
 from megazoo.parallel import ParallelContext
 from megazoo.parallel.shard import ParameterSpec, Shard
 from tests.support.training import make_batch, tiny_config

@@ -12,9 +12,9 @@ import megazoo
 from megazoo import pretrain
 from megazoo.errors import UserError
 from megazoo.evaluation import evaluate_rows
-from megazoo.models.config import add_missing_fields
+from megazoo.families.config import add_missing_fields
+from megazoo.formats.source import SavedModel
 from megazoo.models.pretrained import with_labels
-from megazoo.models.source import SavedModel
 from megazoo.programs import evaluate
 from megazoo.testing import Layout
 from tests.support.classifiers import PROGRAM, read_rows, write_language_models, write_rows

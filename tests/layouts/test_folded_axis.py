@@ -11,10 +11,10 @@ import megazoo
 from megazoo.checkpoint import Checkpoint, load, save
 from megazoo.checkpoint.ownership import foreign_entry, remove
 from megazoo.errors import UserError
+from megazoo.families.registry import FAMILIES
+from megazoo.formats.resharding import write_shards
+from megazoo.formats.source import SavedModel
 from megazoo.lora.checksum import checksum_of
-from megazoo.models.registry import FAMILIES
-from megazoo.models.resharding import write_shards
-from megazoo.models.source import SavedModel
 from megazoo.optim import AdamW, Muon
 from megazoo.parallel import ParallelContext, ParameterSpec, Shard
 from megazoo.parallel.buckets import GradientBuckets

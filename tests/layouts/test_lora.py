@@ -10,9 +10,9 @@ import torch
 
 import megazoo
 from megazoo.errors import UserError
+from megazoo.families.registry import FAMILIES
 from megazoo.layers import ColumnParallelLinear, RowParallelLinear
 from megazoo.lora.settings import is_adapter
-from megazoo.models.registry import FAMILIES
 from megazoo.parallel import failure
 from megazoo.parallel.module import initialize
 from megazoo.parallel.random import derive_seed

@@ -15,13 +15,13 @@ import megazoo
 from megazoo.checkpoint import Checkpoint, load, save
 from megazoo.checkpoint.format import manifest_checksum
 from megazoo.errors import UserError
+from megazoo.formats.resharding import write_shards
+from megazoo.formats.source import HoldsAdapters, SavedModel
 from megazoo.lora import checksum as sums
 from megazoo.lora.manifest import AdapterInfo, entries_for_manifest
 from megazoo.lora.settings import LoRASettings, is_adapter
 from megazoo.lora.source import SavedAdapters
 from megazoo.models.llama import LlamaConfig
-from megazoo.models.resharding import write_shards
-from megazoo.models.source import HoldsAdapters, SavedModel
 from megazoo.parallel.context import ParallelContext
 from tests.support.training import (
     MODELS,

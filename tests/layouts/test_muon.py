@@ -12,7 +12,8 @@ import torch
 import megazoo
 from megazoo.checkpoint import Checkpoint, load, save
 from megazoo.errors import UserError
-from megazoo.models.registry import FAMILIES, find_config
+from megazoo.families.registry import FAMILIES
+from megazoo.models.registry import find_config
 from megazoo.optim import AdamW, Muon
 from megazoo.optim.muon import linear_names
 from megazoo.optim.newton_schulz import cost_of

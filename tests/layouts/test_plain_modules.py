@@ -7,8 +7,8 @@ import torch
 import megazoo
 from megazoo.checkpoint import Checkpoint, load, save
 from megazoo.errors import UserError
+from megazoo.families.registry import FAMILIES
 from megazoo.models.counts import flops_per_token, parameter_count
-from megazoo.models.registry import FAMILIES
 from tests.support.layouts import in_layout
 from tests.support.sampling import marked_slow
 from tests.support.training import context, make_batch, replica_rows, worst_relative

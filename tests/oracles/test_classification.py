@@ -11,9 +11,9 @@ from transformers import AutoModelForSequenceClassification, GPT2LMHeadModel
 
 import megazoo
 from megazoo.errors import UserError
-from megazoo.models.hugging_face.export import write_hugging_face
+from megazoo.formats.hugging_face.export import write_hugging_face
+from megazoo.formats.resharding import write_shards
 from megazoo.models.pretrained import open_source
-from megazoo.models.resharding import write_shards
 from tests.support.classification import LABELS, PAD, batches, labels_for
 from tests.support.sampling import marked_slow
 from tests.support.training import (

@@ -13,9 +13,10 @@ import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from megazoo.errors import Advice, UserError
+from megazoo.families.registry import families_by_model_type
+from megazoo.formats.configs import config_from_hugging_face
+from megazoo.formats.hugging_face.config import HARMLESS, MATTERS, QUANTIZED, ConfigReader
 from megazoo.layers import Rotary
-from megazoo.models.hugging_face.config import HARMLESS, MATTERS, QUANTIZED, ConfigReader
-from megazoo.models.registry import config_from_hugging_face, families_by_model_type
 
 SOURCE = Path(transformers.__file__).parent
 # The code of transformers that the forward of every model runs.

@@ -14,13 +14,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megazoo.checkpoint.writing import LazyTensor, write_json, write_safetensors
-from megazoo.models.hugging_face.directory import HuggingFaceDirectory
-from megazoo.models.hugging_face.export import write_hugging_face
-from megazoo.models.hugging_face.names import hf_names
+from megazoo.families.names import hf_names
+from megazoo.families.registry import FAMILIES, family_of
+from megazoo.formats.hugging_face.directory import HuggingFaceDirectory
+from megazoo.formats.hugging_face.export import write_hugging_face
+from megazoo.formats.resharding import write_shards
+from megazoo.formats.source import SavedModel
 from megazoo.models.pretrained import load_weights, open_source
-from megazoo.models.registry import FAMILIES, family_of
-from megazoo.models.resharding import write_shards
-from megazoo.models.source import SavedModel
 from megazoo.parallel import ParallelContext
 from tests.support.sampling import marked_slow
 from tests.support.training import PeakMemory, give_back_freed_memory, in_fresh_processes

@@ -10,7 +10,8 @@ import transformers
 
 import megazoo
 from megazoo.errors import Advice, UserError
-from megazoo.models.registry import config_from_dict, config_from_hugging_face
+from megazoo.families.registry import config_from_dict
+from megazoo.formats.configs import config_from_hugging_face
 from tests.support.families import COMMON
 
 IDS = torch.randint(0, 61, (2, 21), generator=torch.Generator().manual_seed(2))

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 import megazoo
 from megazoo.errors import UserError
-from megazoo.models.hugging_face.config import HARMLESS
-from megazoo.models.registry import config_from_hugging_face
+from megazoo.formats.configs import config_from_hugging_face
+from megazoo.formats.hugging_face.config import HARMLESS
 from megazoo.programs import convert
 from tests.support.families import COMMON, ONE_OF_EACH, TWINS, config_of, saved, twin
 from tests.support.sampling import marked_slow
@@ -219,7 +219,7 @@ REFUSED = {
     "an odd part of a head": ({**PYTHIA, "rotary_pct": 0.13}, "rotates 1 of a head's 8 features"),
     "too little of a head": ({**PYTHIA, "rotary_pct": 0.1}, "rotates 0 of a head's 8 features"),
     "an odd head": ({**QWEN3, "head_dim": 7}, "an even head size, got 7"),
-    "more than a head": ({**PYTHIA, "rotary_pct": 1.5}, "rotary_fraction 1.5 must be"),
+    "more than a head": ({**PYTHIA, "rotary_pct": 1.5}, "rotary_fraction 1.5 rotates"),
     "none of a head": ({**PYTHIA, "rotary_pct": 0.0}, "rotary_fraction 0.0 must be"),
     "another rotary": (
         {**PYTHIA, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},

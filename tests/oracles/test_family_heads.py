@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
 import megazoo
-from megazoo.models.hugging_face.export import write_hugging_face
+from megazoo.formats.hugging_face.export import write_hugging_face
 from megazoo.models.pretrained import open_source
 from tests.support.classification import LABELS, PAD, batches, labels_for
 from tests.support.families import (

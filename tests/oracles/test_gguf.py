@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM
 from megazoo import pretrain
 from megazoo.checkpoint import writing
 from megazoo.errors import UserError
-from megazoo.models.gguf import source as gguf_source
-from megazoo.models.gguf.architecture import rows_in_pairs
-from megazoo.models.gguf.export import write_gguf
-from megazoo.models.gguf.source import GGUFModel
-from megazoo.models.hugging_face.export import write_hugging_face
+from megazoo.formats.gguf import source as gguf_source
+from megazoo.formats.gguf.architecture import rows_in_pairs
+from megazoo.formats.gguf.export import write_gguf
+from megazoo.formats.gguf.source import GGUFModel
+from megazoo.formats.hugging_face.export import write_hugging_face
 from megazoo.models.pretrained import from_pretrained, open_source
 from megazoo.parallel.context import ParallelContext
 from megazoo.programs import convert

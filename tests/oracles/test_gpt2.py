@@ -5,8 +5,9 @@ import torch
 
 import megazoo
 from megazoo.errors import UserError
+from megazoo.formats.configs import config_from_hugging_face
 from megazoo.models.gpt2 import GPT2, GPT2Config
-from megazoo.models.registry import config_from_hugging_face, find_config
+from megazoo.models.registry import find_config
 from megazoo.parallel import ParallelContext
 from tests.support.training import (
     INFERENCE_LAYOUTS,

@@ -15,8 +15,8 @@ from megazoo import pretrain
 from megazoo.checkpoint import Checkpoint, save
 from megazoo.cli.program import run_program
 from megazoo.errors import UserError
-from megazoo.models.hugging_face.directory import HuggingFaceDirectory
-from megazoo.models.hugging_face.export import parse_size
+from megazoo.formats.hugging_face.directory import HuggingFaceDirectory
+from megazoo.formats.hugging_face.export import parse_size
 from megazoo.models.llama import LlamaConfig
 from megazoo.models.mpt import MPTConfig
 from megazoo.programs import convert, inspect_checkpoint

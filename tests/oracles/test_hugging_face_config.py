@@ -8,10 +8,10 @@ import pytest
 
 import megazoo
 from megazoo.errors import UserError
+from megazoo.formats.configs import config_from_hugging_face
 from megazoo.models.gpt2 import GPT2Config
 from megazoo.models.llama import LlamaConfig
 from megazoo.models.mpt import MPTConfig
-from megazoo.models.registry import config_from_hugging_face
 
 GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4}
 LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}

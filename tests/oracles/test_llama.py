@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from megazoo.errors import UserError
+from megazoo.formats.configs import config_from_hugging_face
 from megazoo.layers import Rotary
 from megazoo.models.llama import Llama, LlamaConfig
-from megazoo.models.registry import config_from_hugging_face
 from megazoo.parallel import ParallelContext
 from tests.support.training import (
     INFERENCE_LAYOUTS,

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 import megazoo
 from megazoo import pretrain
 from megazoo.errors import Advice
-from megazoo.models.megatron.source import MegatronCheckpoint
+from megazoo.formats.megatron.source import MegatronCheckpoint
+from megazoo.formats.resharding import write_shards
 from megazoo.models.pretrained import open_source
-from megazoo.models.resharding import write_shards
 from megazoo.programs import convert, inspect_checkpoint
 from tests.support.megatron import (
     TWINS,

@@ -9,9 +9,9 @@ from transformers import MptForCausalLM
 
 import megazoo
 from megazoo.errors import UserError
+from megazoo.formats.configs import config_from_hugging_face
 from megazoo.layers import alibi_slopes
 from megazoo.models.mpt import MPTConfig
-from megazoo.models.registry import config_from_hugging_face
 from tests.support.training import (
     INFERENCE_LAYOUTS,
     Case,

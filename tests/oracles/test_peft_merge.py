@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import megazoo
+from megazoo.formats.resharding import write_shards
 from megazoo.lora.merged import MergedSource
 from megazoo.lora.source import open_adapter
 from megazoo.models.pretrained import open_source
-from megazoo.models.resharding import write_shards
 from megazoo.parallel import ParallelContext
 from megazoo.parallel.shard import Piece
 from megazoo.programs import generate

@@ -4,8 +4,10 @@ import pytest
 import torch
 import transformers
 
+from megazoo.families.registry import FAMILIES, family_of
+from megazoo.formats.configs import config_from_hugging_face
 from megazoo.models.counts import flops_per_token, parameter_count
-from megazoo.models.registry import FAMILIES, config_from_hugging_face, family_of, find_config
+from megazoo.models.registry import find_config
 from megazoo.parallel import ParallelContext
 from tests.support.sampling import marked_slow
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from megazoo.models.registry import config_from_hugging_face, find_config
+from megazoo.formats.configs import config_from_hugging_face
+from megazoo.models.registry import find_config
 
 NO_DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
 OLMO = dict(

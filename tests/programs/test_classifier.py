@@ -10,9 +10,9 @@ from transformers import AutoModelForSequenceClassification
 import megazoo
 from megazoo import pretrain
 from megazoo.data import Blend
-from megazoo.models.hugging_face.export import write_hugging_face
+from megazoo.formats.hugging_face.export import write_hugging_face
+from megazoo.formats.source import SavedModel
 from megazoo.models.pretrained import open_source
-from megazoo.models.source import SavedModel
 from megazoo.programs import evaluate
 from tests.support.classifiers import (
     EOD,

@@ -8,8 +8,8 @@ import pytest
 from megazoo import pretrain
 from megazoo.cli.launch.deaths import name_of
 from megazoo.cli.parsing import CommandLine
+from megazoo.formats.source import SavedModel
 from megazoo.models.counts import flops_per_token
-from megazoo.models.source import SavedModel
 from megazoo.parallel import ParallelContext
 from megazoo.programs import evaluate, generate
 from tests.support.data import write_lines

@@ -9,8 +9,8 @@ import pytest
 from lm_eval.tasks import TaskManager
 
 from megazoo.evaluation import tasks as of_tasks
+from megazoo.formats.resharding import write_shards
 from megazoo.models.pretrained import open_source
-from megazoo.models.resharding import write_shards
 from megazoo.programs import evaluate
 from tests.support.harness import LENGTH, theirs
 from tests.support.harness_files import write_family, write_tasks

@@ -10,8 +10,8 @@ import pytest
 
 from megazoo import pretrain
 from megazoo.cli.metrics import StepLines
+from megazoo.formats.source import SavedModel
 from megazoo.models.counts import flops_per_token
-from megazoo.models.source import SavedModel
 from megazoo.parallel.schedule import zb_h1
 from tests.support.pretraining import SMALL, records
 

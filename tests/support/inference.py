@@ -10,8 +10,8 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megazoo.cli.program import run_program
+from megazoo.formats.resharding import write_shards
 from megazoo.models.pretrained import open_source
-from megazoo.models.resharding import write_shards
 from tests.support.transformers_models import deep_llama
 
 ROOT = Path(__file__).parents[2]

@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 
 import megazoo
+from megazoo.families.config import ModelConfig
 from megazoo.layers import round_to_int8
 from megazoo.models.base import Model
-from megazoo.models.config import ModelConfig
 from megazoo.models.falcon import FalconConfig
 from megazoo.models.gemma2 import Gemma2Config
 from megazoo.models.llama import LlamaConfig

@@ -27,6 +27,8 @@ ORDER = [
     ("engine", "optim"),
     ("checkpoint", "tokenizer"),
     ("generate",),
+    ("families",),
+    ("formats",),
     ("models",),
     ("data", "evaluation", "lora", "planning"),
     ("cli",),

@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 
 from megazoo.constants import IGNORE_INDEX
+from megazoo.formats.hugging_face import llama as files
 from megazoo.layers.rotary import Rotary
 from megazoo.lora.layers import Adapters
 from megazoo.models import base
-from megazoo.models.hugging_face import llama as files
 from megazoo.models.llama import Llama
 from megazoo.models.outputs import LanguageModeling
 from megazoo.optim import muon

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from megazoo.errors import UserError
-from megazoo.models.registry import family_of, from_config
+from megazoo.families.registry import family_of
+from megazoo.models.registry import from_config
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.layout import Layout
 from megazoo.testing.check import Verdict, check_parallel

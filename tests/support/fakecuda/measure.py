@@ -8,9 +8,10 @@ import dataclasses
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megazoo.families.registry import FAMILIES, family_of
 from megazoo.layers import ALiBi, CausalSelfAttention, Packed, segment_mask
 from megazoo.layers.masks import additive
-from megazoo.models.registry import FAMILIES, family_of, find_config
+from megazoo.models.registry import find_config
 from megazoo.optim import AdamW
 from megazoo.parallel.context import AXES, ParallelContext
 from tests.support.fakecuda import groups

@@ -20,8 +20,8 @@ from megazoo.data import encoding, preprocess
 from megazoo.data.cache import cached_tokens
 from megazoo.data.conversations import CHATML
 from megazoo.data.indexed import IndexedTokens, write_index
+from megazoo.formats.hugging_face.directory import HuggingFaceDirectory
 from megazoo.generate.settings import GenerationSettings
-from megazoo.models.hugging_face.directory import HuggingFaceDirectory
 from megazoo.models.pretrained import from_pretrained
 from megazoo.tokenizer import open_tokenizer
 from tests.support.fuzz.cases import damaged, deep, mutated, refusal

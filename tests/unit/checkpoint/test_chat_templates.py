@@ -13,7 +13,7 @@ from megazoo.checkpoint.ownership import foreign_entry, remove
 from megazoo.checkpoint.schema import check_manifest
 from megazoo.checkpoint.writing import write_atomically
 from megazoo.errors import UserError
-from megazoo.models.hugging_face.export import write_hugging_face
+from megazoo.formats.hugging_face.export import write_hugging_face
 from megazoo.models.pretrained import open_source
 from megazoo.sidecars import CHAT_TEMPLATE, TEMPLATE_FOLDER
 from megazoo.tokenizer import open_tokenizer, sidecar_files_in, tokenizer_files

@@ -9,8 +9,8 @@ import megazoo
 from megazoo import pretrain
 from megazoo.cli.defaults import fit_to_rows
 from megazoo.cli.settings import resolve
-from megazoo.models.published import GPT3, PUBLISHED, pretraining_defaults
-from megazoo.models.registry import presets
+from megazoo.families.published import GPT3, pretraining_defaults
+from megazoo.families.registry import FAMILIES, presets
 from megazoo.programs import models, plan
 from tests.support.inference import run_main
 from tests.support.sampling import marked_slow
@@ -150,7 +150,8 @@ def test_models_are_listed_with_the_sizes_of_their_files(monkeypatch, capsys):
     rows = {row["preset"]: row for row in json.loads(out)}
     assert code == 0
     assert {name: rows[name]["parameters"] for name in ON_THE_HUB} == ON_THE_HUB
-    assert PUBLISHED.keys() <= presets().keys()
+    named = {name for family in FAMILIES.values() for name in family.published}
+    assert named <= presets().keys()
     _, out, _ = run_main(models, monkeypatch, capsys, "llama")
     assert "llama3-8b" in out
     assert "qwen" not in out

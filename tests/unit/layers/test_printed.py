@@ -2,8 +2,9 @@
 
 import pytest
 
+from megazoo.families.registry import FAMILIES
 from megazoo.layers import ColumnParallelLinear, LayerNorm, RMSNorm
-from megazoo.models.registry import FAMILIES, find_config
+from megazoo.models.registry import find_config
 from megazoo.parallel import ParallelContext, ParameterSpec, Shard, ShardedModule
 
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import megazoo
+from megazoo.families.registry import FAMILIES
 from megazoo.models.gpt2 import GPT2, GPT2Config
 from megazoo.models.plain import check_stages
-from megazoo.models.registry import FAMILIES, find_config
+from megazoo.models.registry import find_config
 from megazoo.parallel import ParallelContext
 from tests.support.training import PeakMemory, give_back_freed_memory, in_fresh_processes
 

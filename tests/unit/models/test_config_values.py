@@ -9,7 +9,8 @@ import torch
 
 import megazoo
 from megazoo.errors import UserError
-from megazoo.models.registry import FAMILIES, config_from_dict, config_from_file, presets
+from megazoo.families.registry import FAMILIES, config_from_dict, presets
+from megazoo.formats.configs import config_from_file
 from megazoo.parallel import ParallelContext
 
 BAD = ["two", [1], {"a": 1}, None, True, math.inf, math.nan, -1, 10**18, 10**30, 0.5, ""]
@@ -58,7 +59,7 @@ def test_config_files_with_wrong_values_are_refused(tmp_path):
 
 
 @dataclass(frozen=True)
-class OwnConfig(megazoo.models.config.ModelConfig):
+class OwnConfig(megazoo.families.config.ModelConfig):
     sizes: tuple[int, ...] = (1,)
     kind: torch.dtype = None
     mixed: float = None

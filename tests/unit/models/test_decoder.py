@@ -7,8 +7,8 @@ import pytest
 
 import megazoo
 from megazoo.engine.microbatch import static_steps, takes_static_steps
+from megazoo.families.registry import FAMILIES, family_of
 from megazoo.models import find_config, llama
-from megazoo.models.registry import FAMILIES, family_of
 from megazoo.parallel.context import ParallelContext
 
 MODELS = Path(megazoo.__file__).parent / "models"

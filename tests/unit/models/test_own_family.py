@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import megazoo
+from megazoo.families.names import hf_names
+from megazoo.families.registry import FAMILIES
 from megazoo.models.counts import flops_per_token
-from megazoo.models.hugging_face.names import hf_names
 from megazoo.models.llama import LlamaConfig
-from megazoo.models.registry import FAMILIES
 from megazoo.planning.meter import forward_flops
 from megazoo.planning.plan import note_on_mfu
 from tests.support.sampling import marked_slow

@@ -6,8 +6,8 @@ import pytest
 
 import megazoo
 from megazoo.errors import UserError
+from megazoo.families.registry import FAMILIES
 from megazoo.models.llama import Llama
-from megazoo.models.registry import FAMILIES
 from tests.support.training import run_in_layout, train, worst_relative
 
 

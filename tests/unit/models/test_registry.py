@@ -18,14 +18,15 @@ from megazoo.cli.parsing import CommandLine, run_file
 from megazoo.cli.program import run_program
 from megazoo.cli.rules import model_config
 from megazoo.errors import UserError
+from megazoo.families.registry import FAMILIES, tiny_preset
+from megazoo.formats.hugging_face.export import hugging_face_config
+from megazoo.formats.source import SavedModel
 from megazoo.layers import MLP
 from megazoo.models import Model
 from megazoo.models.counts import flops_per_token
 from megazoo.models.gpt2 import GPT2, GPT2Config
-from megazoo.models.hugging_face.export import hugging_face_config
 from megazoo.models.qwen3 import Qwen3, Qwen3Config
-from megazoo.models.registry import FAMILIES, find_config, tiny_preset
-from megazoo.models.source import SavedModel
+from megazoo.models.registry import find_config
 from megazoo.parallel import ParallelContext, ParameterSpec, ShardedModule
 from megazoo.parallel.layout import Layout
 from megazoo.planning import PlannedRun, Planner, note_on_mfu

@@ -10,8 +10,9 @@ from torch import nn
 
 import megazoo
 from megazoo.errors import UserError
+from megazoo.families.registry import FAMILIES
 from megazoo.models import GPT2, Model
-from megazoo.models.registry import FAMILIES, find_config
+from megazoo.models.registry import find_config
 from tests.support.layouts import in_layout
 from tests.support.training import context, randomize
 

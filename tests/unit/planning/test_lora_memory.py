@@ -13,11 +13,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import megazoo
 from megazoo import pretrain
+from megazoo.formats.source import SavedModel
 from megazoo.lora import LoRASettings
 from megazoo.models.counts import flops_per_token, parameter_count
 from megazoo.models.llama import LlamaConfig
 from megazoo.models.registry import find_config
-from megazoo.models.source import SavedModel
 from megazoo.planning import PlannedRun, Planner, find_layouts
 from megazoo.programs import plan as tool
 from tests.support.planning import plan

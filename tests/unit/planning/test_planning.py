@@ -15,9 +15,10 @@ import torch.distributed as dist
 import megazoo
 from megazoo.cli.parsing import CommandLine
 from megazoo.cli.program import run_program
+from megazoo.families.registry import FAMILIES, family_of
 from megazoo.models.counts import flops_per_token, parameter_count
 from megazoo.models.gpt2 import GPT2Config
-from megazoo.models.registry import FAMILIES, family_of, find_config
+from megazoo.models.registry import find_config
 from megazoo.parallel import failure
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.layout import Layout

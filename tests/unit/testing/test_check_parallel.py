@@ -8,7 +8,8 @@ import pytest
 import torch.nn.functional as F
 
 from megazoo.errors import UserError
-from megazoo.models.registry import FAMILIES, find_config
+from megazoo.families.registry import FAMILIES
+from megazoo.models.registry import find_config
 from megazoo.parallel.sequence import SequenceCut
 from megazoo.programs import check_parallel as tool
 from megazoo.testing import Layout, all_layouts, check_parallel, shrink

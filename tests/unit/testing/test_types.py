@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 
 from megazoo.errors import UserError
+from megazoo.families.registry import FAMILIES, tiny_preset
 from megazoo.layers import RMSNorm, RowParallelLinear, linear, norm
 from megazoo.lora import LoRASettings
 from megazoo.lora.settings import every_target
 from megazoo.models.counts import whole_model
-from megazoo.models.registry import FAMILIES, find_config, tiny_preset
+from megazoo.models.registry import find_config
 from megazoo.parallel import regions
 from megazoo.parallel.context import ParallelContext
 from megazoo.programs import check_parallel as tool

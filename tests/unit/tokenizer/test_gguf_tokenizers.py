@@ -12,9 +12,9 @@ import sentencepiece
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megazoo.errors import UserError
+from megazoo.formats.gguf.export import write_gguf
+from megazoo.formats.hugging_face.export import write_hugging_face
 from megazoo.gguf_file import read_gguf
-from megazoo.models.gguf.export import write_gguf
-from megazoo.models.hugging_face.export import write_hugging_face
 from megazoo.models.pretrained import open_source
 from megazoo.tokenizer import open_tokenizer
 from megazoo.tokenizer.gguf import _name_of_words, metadata_of, tokenizer_files_of

@@ -59,7 +59,8 @@ ROWS: dict[str, tuple] = {
 
 def tiny_preset(preset: str) -> str:
     """Return the tiny preset of the same family."""
-    from megazoo.models.registry import family_of, find_config
+    from megazoo.families.registry import family_of
+    from megazoo.models.registry import find_config
 
     return f"{family_of(find_config(preset))}-tiny"
 

@@ -9,7 +9,7 @@ from megazoo.checkpoint.shards import check_rank, files_of_rank, write_manifest,
 from megazoo.checkpoint.verifying import verifying
 from megazoo.checkpoint.writing import BytesWritten, LazyTensor
 from megazoo.files import in_threads
-from megazoo.models.source import ModelSource
+from megazoo.formats.source import ModelSource
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.layout import Layout
 from megazoo.parallel.module import NamedParameter

@@ -1,26 +1,9 @@
-"""BLOOM in Hugging Face directories: names of tensors and fields of config.json."""
+"""BLOOM in Hugging Face directories: fields of config.json."""
 
 from typing import Any
 
-from megazoo.models.hugging_face.config import ConfigReader, head_to_hugging_face
-from megazoo.models.hugging_face.names import HFFiles, HFNames
+from megazoo.formats.hugging_face.config import ConfigReader, head_to_hugging_face
 
-FILES = HFFiles(prefix="transformer.")
-NAMES = {
-    "embedding": HFNames("transformer.word_embeddings"),
-    "embedding_norm": HFNames("transformer.word_embeddings_layernorm"),
-    "layers.{}.attention_norm": HFNames("transformer.h.{}.input_layernorm"),
-    "layers.{}.attention.qkv": HFNames(
-        "transformer.h.{}.self_attention.query_key_value", grouped=True
-    ),
-    "layers.{}.attention.output": HFNames("transformer.h.{}.self_attention.dense"),
-    "layers.{}.mlp_norm": HFNames("transformer.h.{}.post_attention_layernorm"),
-    "layers.{}.mlp.up": HFNames("transformer.h.{}.mlp.dense_h_to_4h"),
-    "layers.{}.mlp.down": HFNames("transformer.h.{}.mlp.dense_4h_to_h"),
-    "norm": HFNames("transformer.ln_f"),
-    "head": HFNames("lm_head"),
-    "score": HFNames("score"),
-}
 FIELDS = {
     "vocab_size": "vocab_size",
     "seq_length": "max_positions",

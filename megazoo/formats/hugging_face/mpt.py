@@ -1,31 +1,14 @@
-"""MPT in Hugging Face directories: names of tensors and fields of config.json.
+"""MPT in Hugging Face directories: fields of config.json.
 
-Both are defined by llm-foundry. The port in transformers has only some of the names. It ignores
+They are defined by llm-foundry. The port in transformers has only some of them. It ignores
 alibi, qk_ln, no_bias and other fields.
 """
 
 from typing import Any
 
 from megazoo.errors import UserError
-from megazoo.models.hugging_face.config import ConfigReader, head_to_hugging_face
-from megazoo.models.hugging_face.names import HFFiles, HFNames
+from megazoo.formats.hugging_face.config import ConfigReader, head_to_hugging_face
 
-FILES = HFFiles(prefix="transformer.", legacy="")
-NAMES = {
-    "embedding": HFNames("transformer.wte"),
-    "position_embedding": HFNames("transformer.wpe"),
-    "layers.{}.attention_norm": HFNames("transformer.blocks.{}.norm_1"),
-    "layers.{}.attention.qkv": HFNames("transformer.blocks.{}.attn.Wqkv"),
-    "layers.{}.attention.q_norm": HFNames("transformer.blocks.{}.attn.q_ln"),
-    "layers.{}.attention.k_norm": HFNames("transformer.blocks.{}.attn.k_ln"),
-    "layers.{}.attention.output": HFNames("transformer.blocks.{}.attn.out_proj"),
-    "layers.{}.mlp_norm": HFNames("transformer.blocks.{}.norm_2"),
-    "layers.{}.mlp.up": HFNames("transformer.blocks.{}.ffn.up_proj"),
-    "layers.{}.mlp.down": HFNames("transformer.blocks.{}.ffn.down_proj"),
-    "norm": HFNames("transformer.norm_f"),
-    "head": HFNames("lm_head"),
-    "score": HFNames("score"),
-}
 FIELDS = {
     "vocab_size": "vocab_size",
     "max_seq_len": "max_positions",

@@ -5,9 +5,9 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from megazoo.errors import UserError, any_of
+from megazoo.families.registry import family_of
 from megazoo.files import brief
 from megazoo.layers.classification import PROBLEMS
-from megazoo.models.registry import family_of
 from megazoo.parallel.shard import nearly_even
 
 

@@ -3,9 +3,9 @@
 from typing import Any
 
 from megazoo.errors import UserError
+from megazoo.families.config import LARGEST
 from megazoo.files import brief
-from megazoo.models.config import LARGEST
-from megazoo.models.hugging_face.config import FULL, ConfigReader
+from megazoo.formats.hugging_face.config import FULL, ConfigReader
 
 WINDOW = "sliding_attention"
 

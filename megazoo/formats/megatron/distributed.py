@@ -17,10 +17,10 @@ import torch
 
 from megazoo.errors import UserError
 from megazoo.files import json_object, read_bytes
-from megazoo.models.megatron.names import bare_name, is_state
-from megazoo.models.megatron.tensors import Chunk, Whole, whole_of
-from megazoo.models.megatron.torch_files import load_pickle, load_torch
-from megazoo.models.megatron.unpickling import StandIn, StoredTensor
+from megazoo.formats.megatron.names import bare_name, is_state
+from megazoo.formats.megatron.tensors import Chunk, Whole, whole_of
+from megazoo.formats.megatron.torch_files import load_pickle, load_torch
+from megazoo.formats.megatron.unpickling import StandIn, StoredTensor
 from megazoo.parallel.shard import Piece
 
 METADATA, COMMON, ABOUT = ".metadata", "common.pt", "metadata.json"

@@ -1,37 +1,13 @@
-"""LLaMA, and the families built on it, in Hugging Face directories: names of tensors and fields of
-config.json."""
+"""LLaMA, and the families built on it, in Hugging Face directories: fields of config.json."""
 
 import dataclasses
 from typing import Any
 
 from megazoo.errors import UserError
+from megazoo.formats.hugging_face.config import ConfigReader, class_name, head_to_hugging_face
+from megazoo.formats.hugging_face.windows import FULL, WINDOW
 from megazoo.layers.rotary import options_of
-from megazoo.models.hugging_face.config import ConfigReader, class_name, head_to_hugging_face
-from megazoo.models.hugging_face.names import HFFiles, HFNames
-from megazoo.models.hugging_face.windows import FULL, WINDOW
 
-FILES = HFFiles(
-    prefix="model.",
-    legacy=r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq",  # a buffer in older files
-)
-NAMES = {
-    "embedding": HFNames("model.embed_tokens"),
-    "layers.{}.attention_norm": HFNames("model.layers.{}.input_layernorm"),
-    "layers.{}.attention.qkv": HFNames(
-        "model.layers.{}.self_attn.q_proj",
-        "model.layers.{}.self_attn.k_proj",
-        "model.layers.{}.self_attn.v_proj",
-    ),
-    "layers.{}.attention.output": HFNames("model.layers.{}.self_attn.o_proj"),
-    "layers.{}.mlp_norm": HFNames("model.layers.{}.post_attention_layernorm"),
-    "layers.{}.mlp.gate_up": HFNames(
-        "model.layers.{}.mlp.gate_proj", "model.layers.{}.mlp.up_proj"
-    ),
-    "layers.{}.mlp.down": HFNames("model.layers.{}.mlp.down_proj"),
-    "norm": HFNames("model.norm"),
-    "head": HFNames("lm_head"),
-    "score": HFNames("score"),
-}
 FIELDS = {
     "vocab_size": "vocab_size",
     "max_position_embeddings": "max_positions",

@@ -15,11 +15,11 @@ from megazoo.checkpoint.places import CONFIG
 from megazoo.checkpoint.tensor_files import TensorFiles, pieces_of_file
 from megazoo.checkpoint.writing import json_bytes
 from megazoo.errors import UserError, some_of
+from megazoo.families.names import HFNames, Run, check_names, hf_names
 from megazoo.files import brief, json_object, read_bytes, without_mark
+from megazoo.formats.configs import config_from_file
+from megazoo.formats.source import ModelSource
 from megazoo.generate.settings import NOT_APPLIED, OF_FILES
-from megazoo.models.hugging_face.names import HFNames, Run, check_names, hf_names
-from megazoo.models.registry import config_from_file
-from megazoo.models.source import ModelSource
 from megazoo.parallel.shard import Box, ParameterSpec, Piece, overlap
 from megazoo.sidecars import GENERATION
 from megazoo.tokenizer import sidecar_files_in

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from megazoo.models.megatron.torch_files import read_box
-from megazoo.models.megatron.unpickling import StoredTensor
+from megazoo.formats.megatron.torch_files import read_box
+from megazoo.formats.megatron.unpickling import StoredTensor
 from megazoo.parallel.shard import Box, Piece, in_parts, overlap
 
 AT_ONCE = 1 << 18  # number of elements copied together, if they are not aligned in the file

@@ -1,42 +1,10 @@
-"""Mixtures of experts in Hugging Face directories: names of tensors and fields of config.json."""
+"""Mixtures of experts in Hugging Face directories: fields of config.json."""
 
 from typing import Any
 
 from megazoo.errors import UserError
-from megazoo.models.hugging_face.config import ConfigReader
-from megazoo.models.hugging_face.names import HFNames
+from megazoo.formats.hugging_face.config import ConfigReader
 
-# in the transformers model, which stacks the experts
-ROUTER = "model.layers.{}.mlp.gate.weight"
-GATE_UP = "model.layers.{}.mlp.experts.gate_up_proj"
-DOWN = "model.layers.{}.mlp.experts.down_proj"
-
-# of one expert in the files: its number replaces []
-NAMES = {
-    "layers.{}.moe.router": HFNames("model.layers.{}.mlp.gate", parameter=ROUTER),
-    "layers.{}.moe.gate_up": HFNames(
-        "model.layers.{}.mlp.experts.[].gate_proj",
-        "model.layers.{}.mlp.experts.[].up_proj",
-        parameter=GATE_UP,
-    ),
-    "layers.{}.moe.down": HFNames("model.layers.{}.mlp.experts.[].down_proj", parameter=DOWN),
-}
-SHARED_NAMES = {
-    "layers.{}.moe.shared.gate_up": HFNames(
-        "model.layers.{}.mlp.shared_expert.gate_proj", "model.layers.{}.mlp.shared_expert.up_proj"
-    ),
-    "layers.{}.moe.shared.down": HFNames("model.layers.{}.mlp.shared_expert.down_proj"),
-    "layers.{}.moe.shared_gate": HFNames("model.layers.{}.mlp.shared_expert_gate"),
-}
-MIXTRAL_NAMES = {
-    "layers.{}.moe.router": HFNames("model.layers.{}.block_sparse_moe.gate", parameter=ROUTER),
-    "layers.{}.moe.gate_up": HFNames(
-        "model.layers.{}.block_sparse_moe.experts.[].w1",
-        "model.layers.{}.block_sparse_moe.experts.[].w3",
-        parameter=GATE_UP,
-    ),
-    "layers.{}.moe.down": HFNames("model.layers.{}.block_sparse_moe.experts.[].w2", parameter=DOWN),
-}
 FIELDS = {
     "num_experts_per_tok": "experts_per_token",
     "router_aux_loss_coef": "router_aux_loss_coef",

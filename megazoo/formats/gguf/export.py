@@ -21,8 +21,8 @@ from megazoo.checkpoint.writing import (
     sync,
 )
 from megazoo.errors import UserError
-from megazoo.gguf_file import PART, is_gguf, library, names_of_parts
-from megazoo.models.gguf.architecture import (
+from megazoo.families.registry import family_of
+from megazoo.formats.gguf.architecture import (
     ARCHITECTURES,
     LLAMA3,
     NUMBERS,
@@ -33,9 +33,9 @@ from megazoo.models.gguf.architecture import (
     rope_factors,
     rows_in_pairs,
 )
-from megazoo.models.hugging_face.export import hugging_face_config, hugging_face_tensors
-from megazoo.models.registry import family_of
-from megazoo.models.source import ModelSource
+from megazoo.formats.hugging_face.export import hugging_face_config, hugging_face_tensors
+from megazoo.formats.source import ModelSource
+from megazoo.gguf_file import PART, is_gguf, library, names_of_parts
 from megazoo.parallel.context import ParallelContext
 from megazoo.tokenizer import open_tokenizer
 from megazoo.tokenizer.gguf import metadata_of

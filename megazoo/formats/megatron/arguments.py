@@ -7,9 +7,9 @@ describe the training.
 from typing import Any
 
 from megazoo.errors import UserError
-from megazoo.models.config import ModelConfig
-from megazoo.models.hugging_face.config import ConfigReader
-from megazoo.models.registry import config_from_dict
+from megazoo.families.config import ModelConfig
+from megazoo.families.registry import config_from_dict
+from megazoo.formats.hugging_face.config import ConfigReader
 
 LLAMA3_SCALING = {
     "rope_type": "llama3",

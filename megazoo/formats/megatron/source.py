@@ -12,12 +12,12 @@ from megazoo.checkpoint.generation import generation_config
 from megazoo.checkpoint.tensor_files import pieces_of_file
 from megazoo.errors import UserError, advise, some_of
 from megazoo.files import read_bytes
-from megazoo.models.megatron.arguments import adds_one_to_norms, config_of, values_of
-from megazoo.models.megatron.distributed import METADATA, read_distributed
-from megazoo.models.megatron.legacy import is_legacy, read_legacy
-from megazoo.models.megatron.names import EMBEDDING, HEAD, kind_of, their_names
-from megazoo.models.megatron.tensors import place_in
-from megazoo.models.source import ModelSource
+from megazoo.formats.megatron.arguments import adds_one_to_norms, config_of, values_of
+from megazoo.formats.megatron.distributed import METADATA, read_distributed
+from megazoo.formats.megatron.legacy import is_legacy, read_legacy
+from megazoo.formats.megatron.names import EMBEDDING, HEAD, kind_of, their_names
+from megazoo.formats.megatron.tensors import place_in
+from megazoo.formats.source import ModelSource
 from megazoo.parallel.shard import Box, ParameterSpec, Piece, overlap, volume
 from megazoo.sidecars import GENERATION
 from megazoo.tokenizer import has_tokenizer, open_tokenizer, sidecar_files_in

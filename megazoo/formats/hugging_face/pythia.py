@@ -1,30 +1,9 @@
-"""GPT-NeoX in Hugging Face directories: names of tensors and fields of config.json."""
+"""GPT-NeoX in Hugging Face directories: fields of config.json."""
 
 from typing import Any
 
-from megazoo.models.hugging_face.config import ConfigReader, head_to_hugging_face
-from megazoo.models.hugging_face.names import HFFiles, HFNames
+from megazoo.formats.hugging_face.config import ConfigReader, head_to_hugging_face
 
-FILES = HFFiles(
-    model_type="gpt_neox",
-    prefix="gpt_neox.",
-    # buffers in older files
-    legacy=r"(gpt_neox\.)?layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",
-)
-NAMES = {
-    "embedding": HFNames("gpt_neox.embed_in"),
-    "layers.{}.attention_norm": HFNames("gpt_neox.layers.{}.input_layernorm"),
-    "layers.{}.attention.qkv": HFNames(
-        "gpt_neox.layers.{}.attention.query_key_value", grouped=True
-    ),
-    "layers.{}.attention.output": HFNames("gpt_neox.layers.{}.attention.dense"),
-    "layers.{}.mlp_norm": HFNames("gpt_neox.layers.{}.post_attention_layernorm"),
-    "layers.{}.mlp.up": HFNames("gpt_neox.layers.{}.mlp.dense_h_to_4h"),
-    "layers.{}.mlp.down": HFNames("gpt_neox.layers.{}.mlp.dense_4h_to_h"),
-    "norm": HFNames("gpt_neox.final_layer_norm"),
-    "head": HFNames("embed_out"),
-    "score": HFNames("score"),
-}
 FIELDS = {
     "vocab_size": "vocab_size",
     "max_position_embeddings": "max_positions",

@@ -11,8 +11,9 @@ from megazoo.checkpoint.generation import generation_config
 from megazoo.checkpoint.tensor_files import TensorFiles
 from megazoo.checkpoint.writing import json_bytes
 from megazoo.errors import UserError, advise
-from megazoo.gguf_file import library, read_gguf
-from megazoo.models.gguf.architecture import (
+from megazoo.families.names import hf_names
+from megazoo.formats.configs import config_from_hugging_face
+from megazoo.formats.gguf.architecture import (
     ROPE_FACTORS,
     config_values,
     gguf_name_of,
@@ -20,9 +21,8 @@ from megazoo.models.gguf.architecture import (
     rows_in_pairs,
     shape_of,
 )
-from megazoo.models.hugging_face.directory import HuggingFaceDirectory
-from megazoo.models.hugging_face.names import hf_names
-from megazoo.models.registry import config_from_hugging_face
+from megazoo.formats.hugging_face.directory import HuggingFaceDirectory
+from megazoo.gguf_file import library, read_gguf
 from megazoo.parallel.shard import ParameterSpec, Piece, in_parts
 from megazoo.sidecars import GENERATION
 from megazoo.tokenizer.gguf import has_vocabulary, tokenizer_files_of

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Collection
 
-from megazoo.models.hugging_face.names import HFNames
+from megazoo.families.names import HFNames
 
 LAYER = re.compile(r"\blayers\.(\d+)\.")
 # The first of several spellings is from Transformer Engine or from newer versions.

@@ -3,7 +3,7 @@
 import math
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -13,14 +13,11 @@ from megazoo.checkpoint.reader import Checkpoint
 from megazoo.checkpoint.shards import saved_entries
 from megazoo.checkpoint.source import TensorSource
 from megazoo.errors import UserError
-from megazoo.models.registry import FAMILIES, config_from_dict, family_named, family_of
+from megazoo.families.registry import FAMILIES, Family, config_from_dict, family_named, family_of
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.layout import Layout
 from megazoo.parallel.shard import ParameterSpec
 from megazoo.tokenizer import has_tokenizer
-
-if TYPE_CHECKING:
-    from megazoo.models.base import Model
 
 
 class ModelSource(TensorSource):
@@ -33,7 +30,7 @@ class ModelSource(TensorSource):
     config: Any
 
     @property
-    def model(self) -> "type[Model]":
+    def model(self) -> Family:
         """The family's class."""
         return FAMILIES[family_of(self.config)]
 
@@ -43,7 +40,7 @@ class ModelSource(TensorSource):
         model = self.on_meta(ParallelContext())
         return {entry.name: entry.spec for entry in model.entries()}
 
-    def on_meta(self, ctx: ParallelContext) -> "Model":
+    def on_meta(self, ctx: ParallelContext) -> Any:
         """Build a rank's shard of the model on the meta device."""
         return self.model.on_meta(self.config, ctx)
 

@@ -1,27 +1,9 @@
-"""GPT-2 in Hugging Face directories: names of tensors and fields of config.json."""
+"""GPT-2 in Hugging Face directories: fields of config.json."""
 
 from typing import Any
 
-from megazoo.models.hugging_face.config import ConfigReader, head_to_hugging_face
-from megazoo.models.hugging_face.names import HFFiles, HFNames
+from megazoo.formats.hugging_face.config import ConfigReader, head_to_hugging_face
 
-FILES = HFFiles(
-    prefix="transformer.",
-    legacy=r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",  # buffers in older files
-)
-NAMES = {
-    "embedding": HFNames("transformer.wte"),
-    "position_embedding": HFNames("transformer.wpe"),
-    "layers.{}.attention_norm": HFNames("transformer.h.{}.ln_1"),
-    "layers.{}.attention.qkv": HFNames("transformer.h.{}.attn.c_attn", transposed=True),
-    "layers.{}.attention.output": HFNames("transformer.h.{}.attn.c_proj", transposed=True),
-    "layers.{}.mlp_norm": HFNames("transformer.h.{}.ln_2"),
-    "layers.{}.mlp.up": HFNames("transformer.h.{}.mlp.c_fc", transposed=True),
-    "layers.{}.mlp.down": HFNames("transformer.h.{}.mlp.c_proj", transposed=True),
-    "norm": HFNames("transformer.ln_f"),
-    "head": HFNames("lm_head"),
-    "score": HFNames("score"),
-}
 FIELDS = {
     "vocab_size": "vocab_size",
     "n_positions": "max_positions",

@@ -20,12 +20,12 @@ from megazoo.checkpoint.writing import (
     write_safetensors,
 )
 from megazoo.errors import UserError
+from megazoo.families.names import Run, check_names, hf_names
+from megazoo.families.registry import FAMILIES, families_by_model_type, family_of
 from megazoo.files import in_threads
-from megazoo.models.hugging_face.config import CLASSES, class_name
-from megazoo.models.hugging_face.directory import TOKEN_IDS
-from megazoo.models.hugging_face.names import Run, check_names, hf_names
-from megazoo.models.registry import FAMILIES, families_by_model_type, family_of
-from megazoo.models.source import ModelSource
+from megazoo.formats.hugging_face.config import CLASSES, class_name
+from megazoo.formats.hugging_face.directory import TOKEN_IDS
+from megazoo.formats.source import ModelSource
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.shard import ParameterSpec, Piece
 

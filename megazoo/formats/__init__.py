@@ -1,0 +1,1 @@
+"""What models look like on disk: Hugging Face directories, GGUF, Megatron-LM, and shards."""
