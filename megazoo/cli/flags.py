@@ -28,6 +28,7 @@ from megazoo.cli.commands import command_line, program_name
 from megazoo.cli.elsewhere import PLACEHOLDER, about_unknown, hints_for_unknown, translated
 from megazoo.environment import world_size
 from megazoo.errors import UserError, nearest
+from megazoo.families.table import PRESETS
 from megazoo.files import brief, convert
 
 
@@ -289,7 +290,8 @@ def _own_texts(kind: type) -> dict[str, str]:
     for setting, below in pairwise(parsed.body[0].body):
         documented = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
         if isinstance(setting, ast.AnnAssign) and documented:
-            texts[ast.unparse(setting.target)] = below.value.value
+            text = below.value.value.replace("{families}", ", ".join(PRESETS))
+            texts[ast.unparse(setting.target)] = text
     return texts
 
 

@@ -47,9 +47,8 @@ class ModelOptions:
     """Preset: the sizes of a published model, such as llama3-8b, or of a tiny model for tests, such
     as gpt2-tiny. `megazoo models` lists all presets."""
     model: Name = None
-    """Model family: gpt2 (the default), llama, mpt, mistral, qwen2, qwen3, pythia, gemma2, gemma3,
-    olmo2, olmo3, phi3, bloom, falcon, mixtral, qwen2_moe, qwen3_moe, olmoe, or one that --import
-    registers. Without --preset and --load it selects the family's tiny preset."""
+    """Model family: {families}, or one that --import registers; default: gpt2. Without --preset and
+    --load it selects the family's tiny preset."""
     import_: Annotated[File, tyro.conf.arg(name="import")] = None
     """Python file to run before training. It may register a model (megazoo.register) and callbacks
     after steps, evaluations and saves (megazoo.on_step, on_evaluation, on_save)."""

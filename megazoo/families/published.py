@@ -2,6 +2,7 @@
 sizes."""
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -62,6 +63,8 @@ def pretraining_defaults(parameters: int, preset: str | None, seq_length: int) -
 
 
 def published(preset: str) -> Published:
-    """Return the source of a preset; without a name and values if there is none."""
+    """Return the source of a preset, from PUBLISHED in the file of its family; without an entry,
+    one without values."""
     family = family_with(preset)
-    return Published() if family is None else family.published.get(preset, Published())
+    entries = getattr(sys.modules[family.__module__], "PUBLISHED", {}) if family else {}
+    return entries.get(preset, Published())

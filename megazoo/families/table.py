@@ -80,6 +80,7 @@ PRESETS: dict[str, tuple[str, ...]] = {
         "qwen3-32b",
     ),
     "qwen3_moe": ("qwen3_moe-tiny", "qwen3-30b-a3b", "qwen3-235b-a22b"),
+    "stablelm": ("stablelm-tiny", "stablelm-3b", "stablelm2-1.6b", "stablelm2-12b"),
 }
 
 # the name of each family's class
@@ -102,4 +103,5 @@ CLASSES = {
     "qwen2_moe": "Qwen2Moe",
     "qwen3": "Qwen3",
     "qwen3_moe": "Qwen3Moe",
+    "stablelm": "StableLM",
 }

@@ -34,7 +34,13 @@ if TYPE_CHECKING:
     from megazoo.layers.linear import ColumnParallelLinear, RowParallelLinear, round_to_int8
     from megazoo.layers.masks import MaskPerChunk, MaskPerWindow, Packed, segment_mask, window_mask
     from megazoo.layers.mlp import MLP, GatedMLP, activation_named, gelu_tanh
-    from megazoo.layers.norm import HeadwiseLayerNorm, HeadwiseRMSNorm, LayerNorm, RMSNorm
+    from megazoo.layers.norm import (
+        HeadwiseLayerNorm,
+        HeadwiseRMSNorm,
+        LayerNorm,
+        LayerNormPerHead,
+        RMSNorm,
+    )
     from megazoo.layers.qkv import QKVParallelLinear, units_of_heads
     from megazoo.layers.rotary import Rotary, rotate
     from megazoo.layers.router import ReplicatedLinear, Router
@@ -55,6 +61,7 @@ __getattr__, __dir__ = lazy_attributes(
         "KVCache": "megazoo.layers.cache",
         "Layer": "megazoo.layers.layer",
         "LayerNorm": "megazoo.layers.norm",
+        "LayerNormPerHead": "megazoo.layers.norm",
         "MLP": "megazoo.layers.mlp",
         "MaskPerChunk": "megazoo.layers.masks",
         "MaskPerWindow": "megazoo.layers.masks",
@@ -99,6 +106,7 @@ __all__ = [
     "KVCache",
     "Layer",
     "LayerNorm",
+    "LayerNormPerHead",
     "MaskPerChunk",
     "MaskPerWindow",
     "MixtureOfExperts",

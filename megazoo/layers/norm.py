@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megazoo.errors import UserError
 from megazoo.layers import fused
 from megazoo.layers.fused import replaced_by
 from megazoo.layers.layer import Layer
@@ -190,6 +191,60 @@ class HeadwiseRMSNorm(HeadwiseLayerNorm):
         normalised = wide * torch.rsqrt(self._mean(wide.square()) + self.eps)
         y = self.use("weight").float() * normalised
         return y.to(x.dtype).unflatten(-1, x.shape[-2:])
+
+
+class LayerNormPerHead(Layer):
+    """Normalise the features of each head separately, with a weight and a bias per head.
+
+    The heads are sharded over the tp ranks. Optimizers apply no weight decay.
+
+    Args:
+        heads: heads over all tp ranks.
+        head_size: features of a head.
+        unit: heads that stay together, as in the projection: see units_of_heads.
+        eps: added to the variance.
+        bias: whether to add a bias.
+        ctx: parallel context; default: that of the enclosing `with ctx:` block.
+
+    Shapes:
+        [..., this rank's heads, head_size] -> the same shape.
+
+    Raises:
+        UserError: The heads can't be split over the ranks in these units.
+    """
+
+    shown = ("eps",)
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        heads: int,
+        head_size: int,
+        unit: int = 1,
+        eps: float = 1e-5,
+        *,
+        bias: bool = True,
+        ctx: ParallelContext | None = None,
+    ):
+        super().__init__(ctx)
+        self.eps, shard, tp = eps, Shard(0, (heads,), (unit,)), self.ctx.tp_size
+        if any(shard.replicated(tp)) and (heads % unit or tp % (heads // unit)):
+            raise UserError(
+                f"{heads} heads in units of {unit} can't be split over tp {tp}, nor replicated "
+                "evenly"
+            )
+        shape = (heads, head_size)
+        self.add_parameter("weight", ParameterSpec(shape, shard, mean=1.0, decays=False))
+        if bias:
+            self.add_parameter("bias", ParameterSpec(shape, shard, decays=False))
+        else:
+            self.register_parameter("bias", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.layer_norm(x, x.shape[-1:], eps=self.eps) * self.use("weight")
+        bias = self.use("bias")
+        return y if bias is None else y + bias
 
 
 def _one_unit(size: int) -> Shard:

@@ -15,7 +15,6 @@ from megazoo.engine.training import TrainingEngine
 from megazoo.errors import UserError, check_number
 from megazoo.families.config import add_missing_fields, check_sizes
 from megazoo.families.names import HFFiles, HFNames
-from megazoo.families.published import Published
 from megazoo.layers import VocabParallelEmbedding
 from megazoo.layers.dropout import dropout_seed
 from megazoo.layers.layer import declared
@@ -87,7 +86,6 @@ class Model(BatchCalls, Freezing, Saving, nn.Module):
     Config: type[Any]  # a ModelConfig, or a dataclass with the same fields
     Block: Callable[..., nn.Module]  # a layer: Block(config, its index in the whole model)
     presets: dict
-    published: ClassVar[dict[str, Published]] = {}  # the sources of presets
     # None on a rank whose stages lack it
     embedding: VocabParallelEmbedding
     norm: nn.Module

@@ -13,7 +13,7 @@ Tensor parallelism shards the weights as in gpt2.py; embedding_norm is replicate
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -110,6 +110,17 @@ class Block(Layer):
         return x + self.mlp_dropout(self.mlp(normed), seed)
 
 
+# BigScience 2022, table 3.
+PUBLISHED = {
+    "bloom-560m": Published("bigscience/bloom-560m", 3e-4, 256 * 2048),
+    "bloom-1b1": Published("bigscience/bloom-1b1", 2.5e-4, 256 * 2048),
+    "bloom-1b7": Published("bigscience/bloom-1b7", 2e-4, 512 * 2048),
+    "bloom-3b": Published("bigscience/bloom-3b", 1.6e-4, 512 * 2048),
+    "bloom-7b1": Published("bigscience/bloom-7b1", 1.2e-4, 512 * 2048),
+    "bloom-176b": Published("bigscience/bloom", 6e-5, 2048 * 2048),
+}
+
+
 @register("bloom")
 class Bloom(Decoder):
     Config, Block = BloomConfig, Block
@@ -123,15 +134,6 @@ class Bloom(Decoder):
         "bloom-3b": BloomConfig(250880, 2048, 2560, 30, 32),
         "bloom-7b1": BloomConfig(250880, 2048, 4096, 30, 32),
         "bloom-176b": BloomConfig(250880, 2048, 14336, 70, 112),
-    }
-    # BigScience 2022, table 3.
-    published: ClassVar = {
-        "bloom-560m": Published("bigscience/bloom-560m", 3e-4, 256 * 2048),
-        "bloom-1b1": Published("bigscience/bloom-1b1", 2.5e-4, 256 * 2048),
-        "bloom-1b7": Published("bigscience/bloom-1b7", 2e-4, 512 * 2048),
-        "bloom-3b": Published("bigscience/bloom-3b", 1.6e-4, 512 * 2048),
-        "bloom-7b1": Published("bigscience/bloom-7b1", 1.2e-4, 512 * 2048),
-        "bloom-176b": Published("bigscience/bloom", 6e-5, 2048 * 2048),
     }
 
     def add_first(self) -> None:

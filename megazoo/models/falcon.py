@@ -10,7 +10,7 @@ with ALiBi, or with attention before the MLP (falcon-rw), are not supported.
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -125,6 +125,13 @@ class Block(Layer):
         return x + self.dropout(self.mlp(to_mlp) + attended, seed)
 
 
+# The model cards.
+PUBLISHED = {
+    "falcon-7b": Published("tiiuae/falcon-7b", 6e-4, 2304 * 2048),
+    "falcon-40b": Published("tiiuae/falcon-40b", 1.85e-4, 1152 * 2048),
+}
+
+
 @register("falcon")
 class Falcon(Decoder):
     Config, Block = FalconConfig, Block
@@ -134,11 +141,6 @@ class Falcon(Decoder):
         "falcon-tiny": FalconConfig(257, 256, 128, 4, 4, 2, separate_norms=True),
         "falcon-7b": FalconConfig(),
         "falcon-40b": FalconConfig(65024, 2048, 8192, 60, 128, 8, separate_norms=True),
-    }
-    # The model cards.
-    published: ClassVar = {
-        "falcon-7b": Published("tiiuae/falcon-7b", 6e-4, 2304 * 2048),
-        "falcon-40b": Published("tiiuae/falcon-40b", 1.85e-4, 1152 * 2048),
     }
 
     def add_shared(self) -> None:

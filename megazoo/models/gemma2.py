@@ -138,6 +138,13 @@ class Block(llama.Block):
         return x + self.after_mlp(self.mlp(self.mlp_norm(x)))
 
 
+PUBLISHED = {
+    "gemma2-2b": Published("google/gemma-2-2b"),
+    "gemma2-9b": Published("google/gemma-2-9b"),
+    "gemma2-27b": Published("google/gemma-2-27b"),
+}
+
+
 @register("gemma2")
 class Gemma2(llama.Llama):
     Config, Block = Gemma2Config, Block
@@ -155,11 +162,6 @@ class Gemma2(llama.Llama):
             query_scalar=144,
         ),
     }  # fmt: skip
-    published: ClassVar = {
-        "gemma2-2b": Published("google/gemma-2-2b"),
-        "gemma2-9b": Published("google/gemma-2-9b"),
-        "gemma2-27b": Published("google/gemma-2-27b"),
-    }
 
     def add_head(self) -> None:
         super().add_head(soft_cap=self.config.logit_cap)

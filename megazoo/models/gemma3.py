@@ -58,6 +58,12 @@ class Block(windows.WindowBlock, gemma2.Block):
         return settings | {"q_norm": norms[0], "k_norm": norms[1]}
 
 
+PUBLISHED = {
+    "gemma3-270m": Published("google/gemma-3-270m"),
+    "gemma3-1b": Published("google/gemma-3-1b-pt"),
+}
+
+
 @register("gemma3")
 class Gemma3(windows.WindowLlama, gemma2.Gemma2):
     Config, Block = Gemma3Config, Block
@@ -73,7 +79,3 @@ class Gemma3(windows.WindowLlama, gemma2.Gemma2):
         "gemma3-270m": Gemma3Config(262144, 32768, 640, 18, 4, 1, ffn_size=2048, window=512),
         "gemma3-1b": Gemma3Config(262144, 32768, 1152, 26, 4, 1, ffn_size=6912, window=512),
     }  # fmt: skip
-    published: ClassVar = {
-        "gemma3-270m": Published("google/gemma-3-270m"),
-        "gemma3-1b": Published("google/gemma-3-1b-pt"),
-    }

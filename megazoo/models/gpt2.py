@@ -24,7 +24,7 @@ the two ranks has a copy, and the copies stay equal.
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -139,6 +139,18 @@ class Block(Layer):
         return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), seed)
 
 
+# Radford et al. 2019, section 2.3 (no rate). GPT-3: Brown et al. 2020, table 2.1.
+PUBLISHED = {
+    "gpt2": Published("openai-community/gpt2", None, 512 * 1024),
+    "gpt2-124m": Published("openai-community/gpt2", None, 512 * 1024),
+    "gpt2-355m": Published("openai-community/gpt2-medium", None, 512 * 1024),
+    "gpt2-774m": Published("openai-community/gpt2-large", None, 512 * 1024),
+    "gpt2-1.5b": Published("openai-community/gpt2-xl", None, 512 * 1024),
+    "gpt2-xl": Published("openai-community/gpt2-xl", None, 512 * 1024),
+    "gpt3-175b": Published(None, 0.6e-4, 3_200_000),
+}
+
+
 @register("gpt2")
 class GPT2(Decoder):
     Config, Block = GPT2Config, Block
@@ -155,16 +167,6 @@ class GPT2(Decoder):
         "gpt2-xl": GPT2Config(hidden_size=1600, layers=48, heads=25),  # the same
         "gpt3-175b": GPT2Config(max_positions=2048, hidden_size=12288, layers=96, heads=96),
     }  # fmt: skip
-    # Radford et al. 2019, section 2.3 (no rate). GPT-3: Brown et al. 2020, table 2.1.
-    published: ClassVar = {
-        "gpt2": Published("openai-community/gpt2", None, 512 * 1024),
-        "gpt2-124m": Published("openai-community/gpt2", None, 512 * 1024),
-        "gpt2-355m": Published("openai-community/gpt2-medium", None, 512 * 1024),
-        "gpt2-774m": Published("openai-community/gpt2-large", None, 512 * 1024),
-        "gpt2-1.5b": Published("openai-community/gpt2-xl", None, 512 * 1024),
-        "gpt2-xl": Published("openai-community/gpt2-xl", None, 512 * 1024),
-        "gpt3-175b": Published(None, 0.6e-4, 3_200_000),
-    }
 
     HUGGING_FACE_NAMES, HUGGING_FACE = NAMES, HUGGING_FACE
 

@@ -25,7 +25,7 @@ stage. Otherwise each of the two ranks has a copy, and the copies stay equal.
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -190,6 +190,20 @@ class Block(Layer):
         return x + self.mlp(self.mlp_norm(x))
 
 
+# Touvron et al. 2023, table 2. Llama 2: Touvron et al. 2023, table 1. Llama 3: Grattafiori et
+# al. 2024, table 3 (no batch for 8B and 70B).
+PUBLISHED = {
+    "llama-7b": Published("huggyllama/llama-7b", 3e-4, 4_000_000),
+    "llama-13b": Published("huggyllama/llama-13b", 3e-4, 4_000_000),
+    "llama-30b": Published("huggyllama/llama-30b", 1.5e-4, 4_000_000),
+    "llama-65b": Published("huggyllama/llama-65b", 1.5e-4, 4_000_000),
+    "llama2-70b": Published("meta-llama/Llama-2-70b-hf", 1.5e-4, 4_000_000),
+    "llama3-8b": Published("meta-llama/Meta-Llama-3-8B", 3e-4),
+    "llama3-70b": Published("meta-llama/Meta-Llama-3-70B", 1.5e-4),
+    "llama3.2-1b": Published("meta-llama/Llama-3.2-1B"),
+}
+
+
 @register("llama")
 class Llama(Decoder):
     Config, Block = LlamaConfig, Block
@@ -222,18 +236,6 @@ class Llama(Decoder):
             rope_scaling=LLAMA3_SCALING, tie_embeddings=True,
         ),
     }  # fmt: skip
-    # Touvron et al. 2023, table 2. Llama 2: Touvron et al. 2023, table 1. Llama 3: Grattafiori et
-    # al. 2024, table 3 (no batch for 8B and 70B).
-    published: ClassVar = {
-        "llama-7b": Published("huggyllama/llama-7b", 3e-4, 4_000_000),
-        "llama-13b": Published("huggyllama/llama-13b", 3e-4, 4_000_000),
-        "llama-30b": Published("huggyllama/llama-30b", 1.5e-4, 4_000_000),
-        "llama-65b": Published("huggyllama/llama-65b", 1.5e-4, 4_000_000),
-        "llama2-70b": Published("meta-llama/Llama-2-70b-hf", 1.5e-4, 4_000_000),
-        "llama3-8b": Published("meta-llama/Meta-Llama-3-8B", 3e-4),
-        "llama3-70b": Published("meta-llama/Meta-Llama-3-70B", 1.5e-4),
-        "llama3.2-1b": Published("meta-llama/Llama-3.2-1B"),
-    }
 
     HUGGING_FACE_NAMES, HUGGING_FACE = NAMES, HUGGING_FACE
 

@@ -4,7 +4,7 @@ Everything else is as in llama.py. Version 0.1 has windows; later versions atten
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from megazoo.families.published import Published
 from megazoo.families.registry import register
@@ -42,6 +42,14 @@ class Block(llama.Block):
         return {"window": config.window or None}
 
 
+PUBLISHED = {
+    "mistral-7b-v0.1": Published("mistralai/Mistral-7B-v0.1"),
+    "mistral-7b-v0.3": Published("mistralai/Mistral-7B-v0.3"),
+    "mistral-nemo-12b": Published("mistralai/Mistral-Nemo-Base-2407"),
+    "mistral-small-24b": Published("mistralai/Mistral-Small-24B-Base-2501"),
+}
+
+
 @register("mistral")
 class Mistral(llama.Llama):
     Config, Block = MistralConfig, Block
@@ -63,9 +71,3 @@ class Mistral(llama.Llama):
             ffn_size=32768, norm_epsilon=1e-5, rope_theta=1e8, window=0,
         ),
     }  # fmt: skip
-    published: ClassVar = {
-        "mistral-7b-v0.1": Published("mistralai/Mistral-7B-v0.1"),
-        "mistral-7b-v0.3": Published("mistralai/Mistral-7B-v0.3"),
-        "mistral-nemo-12b": Published("mistralai/Mistral-Nemo-Base-2407"),
-        "mistral-small-24b": Published("mistralai/Mistral-Small-24B-Base-2501"),
-    }

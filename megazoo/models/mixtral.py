@@ -48,6 +48,12 @@ class Block(experts.Block, mistral.Block):
     kernel_masks = True
 
 
+PUBLISHED = {
+    "mixtral-8x7b": Published("mistralai/Mixtral-8x7B-v0.1"),
+    "mixtral-8x22b": Published("mistralai/Mixtral-8x22B-v0.1"),
+}
+
+
 @register("mixtral")
 class Mixtral(llama.Llama):
     Config, Block = MixtralConfig, Block
@@ -63,7 +69,3 @@ class Mixtral(llama.Llama):
             ffn_size=16384,
         ),
     }  # fmt: skip
-    published: ClassVar = {
-        "mixtral-8x7b": Published("mistralai/Mixtral-8x7B-v0.1"),
-        "mixtral-8x22b": Published("mistralai/Mixtral-8x22B-v0.1"),
-    }

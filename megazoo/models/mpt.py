@@ -32,7 +32,7 @@ equal.
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -167,6 +167,14 @@ class Block(Layer):
         return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), seed)
 
 
+# MPT was trained with Lion, whose rates differ.
+PUBLISHED = {
+    "mpt-1b": Published("mosaicml/mpt-1b-redpajama-200b"),
+    "mpt-7b": Published("mosaicml/mpt-7b"),
+    "mpt-30b": Published("mosaicml/mpt-30b"),
+}
+
+
 @register("mpt")
 class MPT(Decoder):
     Config, Block = MPTConfig, Block
@@ -177,12 +185,6 @@ class MPT(Decoder):
         "mpt-1b": MPTConfig(vocab_size=50368, hidden_size=2048, layers=24, heads=16),
         "mpt-7b": MPTConfig(),
         "mpt-30b": MPTConfig(max_positions=8192, hidden_size=7168, layers=48, heads=64),
-    }
-    # MPT was trained with Lion, whose rates differ.
-    published: ClassVar = {
-        "mpt-1b": Published("mosaicml/mpt-1b-redpajama-200b"),
-        "mpt-7b": Published("mosaicml/mpt-7b"),
-        "mpt-30b": Published("mosaicml/mpt-30b"),
     }
 
     HUGGING_FACE_NAMES, HUGGING_FACE = NAMES, HUGGING_FACE

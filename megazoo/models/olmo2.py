@@ -12,7 +12,7 @@ llama.py.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -89,6 +89,15 @@ class Block(llama.Block):
         return x + self.mlp_norm(self.mlp(x))
 
 
+# OLMo Team 2025, table 3.
+PUBLISHED = {
+    "olmo2-1b": Published("allenai/OLMo-2-0425-1B"),
+    "olmo2-7b": Published("allenai/OLMo-2-1124-7B", 3e-4, 1024 * 4096),
+    "olmo2-13b": Published("allenai/OLMo-2-1124-13B", 9e-4, 2048 * 4096),
+    "olmo2-32b": Published("allenai/OLMo-2-0325-32B", 6e-4, 2048 * 4096),
+}
+
+
 @register("olmo2")
 class Olmo2(llama.Llama):
     Config, Block = Olmo2Config, Block
@@ -108,11 +117,4 @@ class Olmo2(llama.Llama):
         "olmo2-32b": Olmo2Config(
             100352, 4096, 5120, 64, 40, 8, 0, 27648, norm_epsilon=1e-6, rope_theta=5e5
         ),
-    }
-    # OLMo Team 2025, table 3.
-    published: ClassVar = {
-        "olmo2-1b": Published("allenai/OLMo-2-0425-1B"),
-        "olmo2-7b": Published("allenai/OLMo-2-1124-7B", 3e-4, 1024 * 4096),
-        "olmo2-13b": Published("allenai/OLMo-2-1124-13B", 9e-4, 2048 * 4096),
-        "olmo2-32b": Published("allenai/OLMo-2-0325-32B", 6e-4, 2048 * 4096),
     }

@@ -5,7 +5,7 @@ others rotate with the base window_theta. All other parts are as in olmo2.py.
 """
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from megazoo.families.published import Published
 from megazoo.families.registry import register
@@ -65,6 +65,12 @@ def _published(*sizes: Any) -> Olmo3Config:
     return Olmo3Config(100278, 65536, *sizes, norm_epsilon=1e-6, rope_scaling=YARN)
 
 
+PUBLISHED = {
+    "olmo3-7b": Published("allenai/Olmo-3-1025-7B"),
+    "olmo3-32b": Published("allenai/Olmo-3-1125-32B"),
+}
+
+
 @register("olmo3")
 class Olmo3(windows.WindowLlama, olmo2.Olmo2):
     Config, Block = Olmo3Config, Block
@@ -72,8 +78,4 @@ class Olmo3(windows.WindowLlama, olmo2.Olmo2):
         "olmo3-tiny": Olmo3Config(257, 256, 128, 4, 4, 2, 0, 384, window=48),
         "olmo3-7b": _published(4096, 32, 32, 32, 0, 11008),
         "olmo3-32b": _published(5120, 64, 40, 8, 0, 27648),
-    }
-    published: ClassVar = {
-        "olmo3-7b": Published("allenai/Olmo-3-1025-7B"),
-        "olmo3-32b": Published("allenai/Olmo-3-1125-32B"),
     }

@@ -74,6 +74,12 @@ class Block(experts.Block):
         return olmo2.norms_of_heads(config)
 
 
+# Muennighoff et al. 2024.
+PUBLISHED = {
+    "olmoe-1b-7b": Published("allenai/OLMoE-1B-7B-0924", 4e-4, 1024 * 4096),
+}
+
+
 @register("olmoe")
 class Olmoe(llama.Llama):
     Config, Block = OlmoeConfig, Block
@@ -84,7 +90,3 @@ class Olmoe(llama.Llama):
         ),
         "olmoe-1b-7b": OlmoeConfig(ffn_size=1024),
     }  # fmt: skip
-    # Muennighoff et al. 2024.
-    published: ClassVar = {
-        "olmoe-1b-7b": Published("allenai/OLMoE-1B-7B-0924", 4e-4, 1024 * 4096),
-    }

@@ -10,7 +10,7 @@ parts are as in llama.py.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -51,7 +51,6 @@ class Phi3Config(llama.LlamaFamilyConfig):
 
     @classmethod
     def from_hugging_face(cls, fields: "ConfigReader") -> "Phi3Config":
-        fraction = _take_rotary_fraction(fields)
         fields.take("original_max_position_embeddings")  # of longrope
         fields.take("embd_pdrop")  # has no effect in transformers
         fields.only("attention_bias", False)
@@ -62,29 +61,14 @@ class Phi3Config(llama.LlamaFamilyConfig):
                 f"rope_type {scaling['rope_type']!r} is not supported: it must be 'default'"
             )
         dropout = fields.take("resid_pdrop", cls.residual_dropout)
-        return cls(**values, window=window, rotary_fraction=fraction, residual_dropout=dropout)
+        return cls(**values, window=window, residual_dropout=dropout)
 
     def to_hugging_face(self) -> dict:
         values = hugging_face.write_config(self, "phi3")
-        values["rope_parameters"]["partial_rotary_factor"] = self.rotary_fraction
         own = {"sliding_window": self.window or None, "resid_pdrop": self.residual_dropout}
-        if self.rotary_fraction != 1:
-            own["partial_rotary_factor"] = self.rotary_fraction
+        if self.rotary_fraction == 1:
+            del values["partial_rotary_factor"]
         return values | own
-
-
-def _take_rotary_fraction(fields: "ConfigReader") -> float:
-    """Return the fraction of a head's features that are rotated. rope_scaling replaces
-    rope_parameters."""
-    fraction = fields.take("partial_rotary_factor", 1.0)
-    if fields.values.get("rope_scaling"):
-        fields.take("rope_parameters", {})
-    for name in ("rope_parameters", "rope_scaling"):
-        if isinstance(rope := fields.values.get(name), dict):
-            rope = type(fields)(rope)
-            fraction = rope.take("partial_rotary_factor", float(fraction))
-            fields.values[name] = rope.values
-    return fraction
 
 
 class Block(llama.Block):
@@ -107,6 +91,13 @@ class Block(llama.Block):
         return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), seed)
 
 
+PUBLISHED = {
+    "phi3-mini": Published("microsoft/Phi-3-mini-4k-instruct"),
+    "phi3-medium": Published("microsoft/Phi-3-medium-4k-instruct"),
+    "phi4": Published("microsoft/phi-4"),
+}
+
+
 @register("phi3")
 class Phi3(llama.Llama):
     Config, Block = Phi3Config, Block
@@ -117,9 +108,4 @@ class Phi3(llama.Llama):
         "phi3-mini": Phi3Config(window=2047),
         "phi3-medium": Phi3Config(32064, 4096, 5120, 40, 40, 10, 0, 17920, window=2047),
         "phi4": Phi3Config(100352, 16384, 5120, 40, 40, 10, 0, 17920, rope_theta=250000.0),
-    }
-    published: ClassVar = {
-        "phi3-mini": Published("microsoft/Phi-3-mini-4k-instruct"),
-        "phi3-medium": Published("microsoft/Phi-3-medium-4k-instruct"),
-        "phi4": Published("microsoft/phi-4"),
     }

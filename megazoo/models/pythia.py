@@ -8,7 +8,7 @@ weights as in gpt2.py.
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -111,6 +111,20 @@ class Block(Layer):
         return after + self.mlp_dropout(self.mlp(self.mlp_norm(read)), seed)
 
 
+# Biderman et al. 2023; GPT-NeoX: Black et al. 2022, table 2.
+PUBLISHED = {
+    "pythia-70m": Published("EleutherAI/pythia-70m", 1e-3, 1024 * 2048),
+    "pythia-160m": Published("EleutherAI/pythia-160m", 6e-4, 1024 * 2048),
+    "pythia-410m": Published("EleutherAI/pythia-410m", 3e-4, 1024 * 2048),
+    "pythia-1b": Published("EleutherAI/pythia-1b", 3e-4, 1024 * 2048),
+    "pythia-1.4b": Published("EleutherAI/pythia-1.4b", 2e-4, 1024 * 2048),
+    "pythia-2.8b": Published("EleutherAI/pythia-2.8b", 1.6e-4, 1024 * 2048),
+    "pythia-6.9b": Published("EleutherAI/pythia-6.9b", 1.2e-4, 1024 * 2048),
+    "pythia-12b": Published("EleutherAI/pythia-12b", 1.2e-4, 1024 * 2048),
+    "neox-20b": Published("EleutherAI/gpt-neox-20b", 0.97e-4, 3_150_000),
+}
+
+
 @register("pythia")
 class Pythia(Decoder):
     Config, Block = PythiaConfig, Block
@@ -127,18 +141,6 @@ class Pythia(Decoder):
         "pythia-6.9b": PythiaConfig(50432, 2048, 4096, 32, 32, 16384),
         "pythia-12b": PythiaConfig(50688, 2048, 5120, 36, 40, 20480),
         "neox-20b": PythiaConfig(50432, 2048, 6144, 44, 64, 24576, activation="gelu_fast"),
-    }
-    # Biderman et al. 2023; GPT-NeoX: Black et al. 2022, table 2.
-    published: ClassVar = {
-        "pythia-70m": Published("EleutherAI/pythia-70m", 1e-3, 1024 * 2048),
-        "pythia-160m": Published("EleutherAI/pythia-160m", 6e-4, 1024 * 2048),
-        "pythia-410m": Published("EleutherAI/pythia-410m", 3e-4, 1024 * 2048),
-        "pythia-1b": Published("EleutherAI/pythia-1b", 3e-4, 1024 * 2048),
-        "pythia-1.4b": Published("EleutherAI/pythia-1.4b", 2e-4, 1024 * 2048),
-        "pythia-2.8b": Published("EleutherAI/pythia-2.8b", 1.6e-4, 1024 * 2048),
-        "pythia-6.9b": Published("EleutherAI/pythia-6.9b", 1.2e-4, 1024 * 2048),
-        "pythia-12b": Published("EleutherAI/pythia-12b", 1.2e-4, 1024 * 2048),
-        "neox-20b": Published("EleutherAI/gpt-neox-20b", 0.97e-4, 3_150_000),
     }
 
     def add_first(self) -> None:

@@ -5,7 +5,7 @@ published models have none.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from megazoo.families.published import Published
 from megazoo.families.registry import register
@@ -51,6 +51,16 @@ def _published(*sizes: Any, **more: Any) -> Qwen2Config:
     return Qwen2Config(*sizes, rope_theta=1e6, **more)
 
 
+PUBLISHED = {
+    "qwen2-0.5b": Published("Qwen/Qwen2-0.5B"),
+    "qwen2-1.5b": Published("Qwen/Qwen2-1.5B"),
+    "qwen2-7b": Published("Qwen/Qwen2-7B"),
+    "qwen2-72b": Published("Qwen/Qwen2-72B"),
+    "qwen2.5-3b": Published("Qwen/Qwen2.5-3B"),
+    "qwen2.5-32b": Published("Qwen/Qwen2.5-32B"),
+}
+
+
 @register("qwen2")
 class Qwen2(llama.Llama):
     Config, Block = Qwen2Config, Block
@@ -62,12 +72,4 @@ class Qwen2(llama.Llama):
         "qwen2-72b": _published(152064, 131072, 8192, 80, 64, 8, 0, 29568),
         "qwen2.5-3b": _published(151936, 32768, 2048, 36, 16, 2, 0, 11008, tie_embeddings=True),
         "qwen2.5-32b": _published(152064, 131072, 5120, 64, 40, 8, 0, 27648, norm_epsilon=1e-5),
-    }
-    published: ClassVar = {
-        "qwen2-0.5b": Published("Qwen/Qwen2-0.5B"),
-        "qwen2-1.5b": Published("Qwen/Qwen2-1.5B"),
-        "qwen2-7b": Published("Qwen/Qwen2-7B"),
-        "qwen2-72b": Published("Qwen/Qwen2-72B"),
-        "qwen2.5-3b": Published("Qwen/Qwen2.5-3B"),
-        "qwen2.5-32b": Published("Qwen/Qwen2.5-32B"),
     }

@@ -62,6 +62,12 @@ class Block(experts.Block, qwen2.Block):
     kernel_masks = True
 
 
+PUBLISHED = {
+    "qwen1.5-moe-a2.7b": Published("Qwen/Qwen1.5-MoE-A2.7B"),
+    "qwen2-57b-a14b": Published("Qwen/Qwen2-57B-A14B"),
+}
+
+
 @register("qwen2_moe")
 class Qwen2Moe(llama.Llama):
     Config, Block = Qwen2MoeConfig, Block
@@ -77,7 +83,3 @@ class Qwen2Moe(llama.Llama):
             rope_theta=1e6, experts=64, experts_per_token=8, expert_size=2560, shared_size=20480,
         ),
     }  # fmt: skip
-    published: ClassVar = {
-        "qwen1.5-moe-a2.7b": Published("Qwen/Qwen1.5-MoE-A2.7B"),
-        "qwen2-57b-a14b": Published("Qwen/Qwen2-57B-A14B"),
-    }

@@ -5,7 +5,6 @@ as in qwen2.py, everything else as in llama.py.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from megazoo.families.names import HFNames
 from megazoo.families.published import Published
@@ -49,6 +48,16 @@ def _published(hidden: int, layers: int, heads: int, ffn: int, tied: bool = Fals
     )  # fmt: skip
 
 
+PUBLISHED = {
+    "qwen3-0.6b": Published("Qwen/Qwen3-0.6B"),
+    "qwen3-1.7b": Published("Qwen/Qwen3-1.7B"),
+    "qwen3-4b": Published("Qwen/Qwen3-4B"),
+    "qwen3-8b": Published("Qwen/Qwen3-8B"),
+    "qwen3-14b": Published("Qwen/Qwen3-14B"),
+    "qwen3-32b": Published("Qwen/Qwen3-32B"),
+}
+
+
 @register("qwen3")
 class Qwen3(qwen2.Qwen2):
     Config, Block = Qwen3Config, Block
@@ -61,12 +70,4 @@ class Qwen3(qwen2.Qwen2):
         "qwen3-8b": _published(4096, 36, 32, 12288),
         "qwen3-14b": _published(5120, 40, 40, 17408),
         "qwen3-32b": _published(5120, 64, 64, 25600),
-    }
-    published: ClassVar = {
-        "qwen3-0.6b": Published("Qwen/Qwen3-0.6B"),
-        "qwen3-1.7b": Published("Qwen/Qwen3-1.7B"),
-        "qwen3-4b": Published("Qwen/Qwen3-4B"),
-        "qwen3-8b": Published("Qwen/Qwen3-8B"),
-        "qwen3-14b": Published("Qwen/Qwen3-14B"),
-        "qwen3-32b": Published("Qwen/Qwen3-32B"),
     }

@@ -58,6 +58,12 @@ class Block(experts.Block, qwen3.Block):
     kernel_masks = True
 
 
+PUBLISHED = {
+    "qwen3-30b-a3b": Published("Qwen/Qwen3-30B-A3B"),
+    "qwen3-235b-a22b": Published("Qwen/Qwen3-235B-A22B"),
+}
+
+
 @register("qwen3_moe")
 class Qwen3Moe(llama.Llama):
     Config, Block = Qwen3MoeConfig, Block
@@ -75,7 +81,3 @@ class Qwen3Moe(llama.Llama):
             ffn_size=12288, rope_theta=1e6, expert_size=1536, normalize_weights=True,
         ),
     }  # fmt: skip
-    published: ClassVar = {
-        "qwen3-30b-a3b": Published("Qwen/Qwen3-30B-A3B"),
-        "qwen3-235b-a22b": Published("Qwen/Qwen3-235B-A22B"),
-    }

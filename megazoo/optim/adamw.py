@@ -102,9 +102,9 @@ class AdamW(ModelOptimizer):
             entry.name: self.range_of(entry, entry.spec.replicas(self.ctx).rank)
             for entry in self.entries
         }
-        matrices = [entry for entry in self.entries if entry.parameter.dim() > 1]
-        vectors = [entry for entry in self.entries if entry.parameter.dim() <= 1]
-        self.param_groups = [self._group(matrices, weight_decay), self._group(vectors, 0.0)]
+        decayed = [entry for entry in self.entries if entry.spec.decays]
+        others = [entry for entry in self.entries if not entry.spec.decays]
+        self.param_groups = [self._group(decayed, weight_decay), self._group(others, 0.0)]
         self.state = {entry.name: self._new_state(entry, offload) for entry in self.entries}
         self._dtypes = {entry.name: entry.parameter.dtype for entry in self.entries}
         offloaded = self.device != self.ctx.device

@@ -105,12 +105,12 @@ class Muon(AdamW):
         self.ns_dtype = DTYPES[ns_dtype]
         self.matrices = [entry for entry in self.entries if entry.name in self._linear]
         others = [entry for entry in self.entries if entry.name not in self._linear]
-        decayed = [entry for entry in others if entry.parameter.dim() > 1]
-        vectors = [entry for entry in others if entry.parameter.dim() <= 1]
+        decayed = [entry for entry in others if entry.spec.decays]
+        plain = [entry for entry in others if not entry.spec.decays]
         self.param_groups = [
             {**self._group(self.matrices, weight_decay), **self._muon},
             self._group(decayed, self.defaults["weight_decay"]),
-            self._group(vectors, 0.0),
+            self._group(plain, 0.0),
         ]
         # not self.range_of, which would create a reference cycle
         ranges = partial(_range_of, self.buckets) if self.sharded else None

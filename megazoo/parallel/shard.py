@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megazoo.errors import UserError
 from megazoo.parallel.axes import Axis
@@ -193,7 +193,7 @@ def volume(box: Box) -> int:
     return math.prod(stop - start for start, stop in box)
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True)
 class ParameterSpec:
     """Describe a parameter independently of the layout: global shape, shards and initial
     distribution.
@@ -213,34 +213,27 @@ class ParameterSpec:
         added: whether it was attached to a model in addition to the model's parameters.
         is_state: whether its layer updates it, without a gradient. It is never trained, and fp32 in
             every model.
+        decays: whether optimizers apply weight decay to it; default: whether it has two or more
+            dimensions.
     """
 
     shape: tuple[int, ...]
-    shards: tuple[Shard, ...]
-    mean: float
-    std: float
-    bound: float
-    partial: bool
-    plain: bool
-    added: bool
-    is_state: bool
+    shards: Any = ()  # a tuple of Shards after __init__
+    mean: float = 0.0
+    std: float = 0.0
+    bound: float = 0.0
+    partial: bool = False
+    plain: bool = False
+    added: bool = False
+    is_state: bool = False
+    decays: bool | None = None
 
-    def __init__(
-        self,
-        shape: tuple[int, ...],
-        shards: tuple[Shard, ...] | Shard | None = (),
-        mean: float = 0.0,
-        std: float = 0.0,
-        bound: float = 0.0,
-        partial: bool = False,
-        plain: bool = False,
-        added: bool = False,
-        is_state: bool = False,
-    ):
+    def __post_init__(self):
+        shards = self.shards
         if not isinstance(shards, tuple):
             shards = (shards,) if shards else ()
-        values = (shape, shards, mean, std, bound, partial, plain, added, is_state)
-        for name, value in zip(self.__dataclass_fields__, values, strict=True):
+        decays = len(self.shape) > 1 if self.decays is None else self.decays
+        for name, value in (("shards", shards), ("decays", decays)):
             object.__setattr__(self, name, value)  # of a frozen dataclass
         for what in ("dim", "axis"):
             if len({getattr(shard, what) for shard in shards}) < len(shards):

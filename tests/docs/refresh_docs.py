@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import MISSING, fields, is_dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
@@ -35,6 +36,9 @@ from tests.support.notebook import NOTEBOOK, executed  # noqa: E402
 
 OPTIONS = ROOT / "docs" / "options.md"
 NEW_MODEL = ROOT / "docs" / "new_model.md"
+README = ROOT / "README.md"
+MODELS = ROOT / "megazoo" / "models"
+TABLE = ROOT / "megazoo" / "families" / "table.py"
 QWEN3 = ROOT / "megazoo" / "models" / "qwen3.py"
 BLOCK_OF_QWEN3 = re.compile(r'(?<=^```python\n)"""Qwen3.*?(?=^```$)', re.DOTALL | re.MULTILINE)
 PLANTED = ROOT / "docs" / "planted_bugs.md"
@@ -157,6 +161,50 @@ def reads_scaling(config, kind: str) -> bool:
         return False
 
 
+def families_of_files() -> dict[str, tuple[str, type]]:
+    """Return the title and the class of each family by its name, from the files of
+    megazoo/models/."""
+    found = {}
+    for path in sorted(MODELS.glob("*.py")):
+        text = path.read_text()
+        if registered := re.search(r'^@register\("(\w+)"\)\nclass (\w+)', text, re.MULTILINE):
+            title = re.match(r'"""(.*?)(?: \(|: )', text.replace("\n", " "))[1]
+            module = import_module(f"megazoo.models.{path.stem}")
+            found[registered[1]] = title, getattr(module, registered[2])
+    return found
+
+
+def family_file() -> str:
+    """Return the text of megazoo/families/table.py."""
+    families = {name: model for name, (_, model) in families_of_files().items()}
+    text = (
+        '"""The presets of each family of megazoo. `python -m tests.docs.refresh_docs` writes this '
+        'file from\nmegazoo/models/."""\n\nPRESETS: dict[str, tuple[str, ...]] = {\n'
+    )
+    for name, model in families.items():
+        text += f"    {name!r}: {tuple(model.presets)!r},\n"
+    text += "}\n\n# the name of each family's class\nCLASSES = {\n"
+    text += "".join(f"    {name!r}: {model.__name__!r},\n" for name, model in families.items())
+    ruff = [sys.executable, "-m", "ruff", "format", "--stdin-filename", str(TABLE), "-"]
+    done = subprocess.run(
+        ruff, input=text + "}\n", capture_output=True, text=True, check=True, timeout=60
+    )
+    return done.stdout
+
+
+def models_of_readme(page: str) -> str:
+    """Return README.md with the titles of all families."""
+    families = families_of_files()
+    titles = ", ".join(title for title, _ in families.values())
+    page = re.sub(r"\d+ more families", f"{len(families) - 3} more families", page)
+    return re.sub(
+        r"\*\*Models:\*\*.*?:\s\[sizes\]",
+        lambda _: f"**Models:** {titles}: [sizes]",
+        page,
+        flags=re.DOTALL,
+    )
+
+
 def model_tables() -> str:
     """Return the table of families, and one table of presets for each family."""
     tables, columns = {}, ["layers", "hidden_size", "heads", "max_positions", "vocab_size"]
@@ -222,6 +270,8 @@ def main() -> None:
     for taking in TAKEN:
         taking.write_text(refreshed(taking))
     page = NEW_MODEL.read_text()
+    TABLE.write_text(family_file())
+    README.write_text(models_of_readme(README.read_text()))
     NEW_MODEL.write_text(BLOCK_OF_QWEN3.sub(lambda _: QWEN3.read_text(), page, count=1))
     if "--self-test" in sys.argv[1:]:
         write_gallery()

@@ -220,7 +220,7 @@ REFUSED = {
     "too little of a head": ({**PYTHIA, "rotary_pct": 0.1}, "rotates 0 of a head's 8 features"),
     "an odd head": ({**QWEN3, "head_dim": 7}, "an even head size, got 7"),
     "more than a head": ({**PYTHIA, "rotary_pct": 1.5}, "rotary_fraction 1.5 rotates"),
-    "none of a head": ({**PYTHIA, "rotary_pct": 0.0}, "rotary_fraction 0.0 must be"),
+    "none of a head": ({**PYTHIA, "rotary_pct": 0.0}, "rotary_fraction 0.0 rotates"),
     "another rotary": (
         {**PYTHIA, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
         "rope_type 'linear' is not supported",

@@ -101,7 +101,7 @@ def _own_class(values: dict, config: Any) -> dict:
     if declared and head:
         return {"architectures": [declared + head[0]]}
     for base in type(config).__mro__[1:]:
-        other = next((model for model in FAMILIES.values() if model.Config is base), None)
+        other = next((model for model in FAMILIES.loaded.values() if model.Config is base), None)
         if other is None or head is None or not hasattr(base, "to_hugging_face"):
             continue
         inherited = other.presets[f"{other.family}-tiny"].to_hugging_face()["architectures"][0]

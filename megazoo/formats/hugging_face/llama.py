@@ -29,15 +29,32 @@ FIELDS = {
 def read_config(fields: ConfigReader, config_class: type) -> dict[str, Any]:
     """Return the values of a config of the LLaMA family. config_class: its class, with the defaults
     of transformers. Raises UserError for a field that is not supported."""
+    own: dict[str, Any] = {}
+    if _has(config_class, "rotary_fraction"):
+        own["rotary_fraction"] = _take_rotary_fraction(fields, config_class.rotary_fraction)
     fields.only("partial_rotary_factor", 1.0)
     theta, scaling = _read_rotary(fields, config_class.rope_theta)
-    values = fields.renamed(_names_of(config_class), config_class)
+    values = fields.renamed(_names_of(config_class), config_class) | own
     if "num_key_value_heads" in fields.nulls:
         values["kv_heads"] = 0
     whole = values["head_size"] * values["heads"] == values["hidden_size"]
     if whole and not config_class.head_size:
         values["head_size"] = 0
     return {**values, **fields.head(), "rope_theta": theta, "rope_scaling": scaling}
+
+
+def _take_rotary_fraction(fields: ConfigReader, default: float) -> float:
+    """Return the fraction of a head's features that are rotated, and remove it from the fields.
+    rope_scaling replaces rope_parameters."""
+    fraction = fields.take("partial_rotary_factor", default)
+    if fields.values.get("rope_scaling"):
+        fields.take("rope_parameters", {})
+    for name in ("rope_parameters", "rope_scaling"):
+        if isinstance(rope := fields.values.get(name), dict):
+            rope = ConfigReader(rope)
+            fraction = rope.take("partial_rotary_factor", float(fraction))
+            fields.values[name] = rope.values
+    return fraction
 
 
 def _read_rotary(fields: ConfigReader, default: float) -> tuple[float, dict | None]:
@@ -103,18 +120,30 @@ def write_rotary_by_layer(config: Any) -> dict[str, Any]:
 
 
 def _names_of(config_class: type) -> dict[str, str]:
-    """Return the Hugging Face fields that a config class has, with their megazoo names."""
-    has = {field.name for field in dataclasses.fields(config_class)}
-    return {theirs: ours for theirs, ours in FIELDS.items() if ours in has}
+    """Return the Hugging Face fields that a config class has, with their megazoo names.
+
+    FILE_FIELDS of the class has the fields that differ from those of LLaMA.
+    """
+    own = getattr(config_class, "FILE_FIELDS", {})
+    common = {theirs: ours for theirs, ours in FIELDS.items() if ours not in own.values()}
+    return {theirs: ours for theirs, ours in (common | own).items() if _has(config_class, ours)}
+
+
+def _has(config_class: type, name: str) -> bool:
+    return name in {field.name for field in dataclasses.fields(config_class)}
 
 
 def write_config(config: Any, model_type: str) -> dict[str, Any]:
     """Return the values of config.json for a config of the LLaMA family. model_type: its value in
     config.json."""
-    values = {theirs: getattr(config, ours) for theirs, ours in _names_of(type(config)).items()}
+    names = _names_of(type(config))
+    values = {theirs: getattr(config, ours) for theirs, ours in names.items()}
     values["head_dim"] = config.head_size or config.hidden_size // config.heads
-    values["rms_norm_eps"] = float(config.norm_epsilon)
+    values |= {theirs: float(values[theirs]) for theirs in names if names[theirs] == "norm_epsilon"}
     scaling = config.rope_scaling or {}
     rope = {"rope_type": "default", **scaling, "rope_theta": config.rope_theta}
+    if _has(type(config), "rotary_fraction"):
+        rope["partial_rotary_factor"] = config.rotary_fraction
+        values["partial_rotary_factor"] = config.rotary_fraction
     head = head_to_hugging_face(config, f"{class_name(model_type)}ForCausalLM")
     return {**head, "model_type": model_type, **values, "rope_parameters": rope}
