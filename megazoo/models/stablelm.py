@@ -68,8 +68,13 @@ class StableLMConfig(llama.LlamaFamilyConfig):
 
     @classmethod
     def from_hugging_face(cls, fields: "ConfigReader") -> "StableLMConfig":
-        fields.take("head_dim")  # has no effect in transformers
-        return cls(**hugging_face.read_config(fields, cls))
+        values = hugging_face.read_config(fields, cls)
+        if values["head_size"]:
+            raise UserError(
+                f"head_dim {values['head_size']} is not supported: it must be hidden_size / "
+                "num_attention_heads"
+            )
+        return cls(**values)
 
     def to_hugging_face(self) -> dict:
         if self.head_size and self.head_size * self.heads != self.hidden_size:

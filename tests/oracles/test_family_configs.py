@@ -111,6 +111,15 @@ PHI = {
     "original_max_position_embeddings": [16],
     "embd_pdrop": [0.1],
 }
+STABLE = {
+    **EVERY,
+    "layer_norm_eps": [1e-2],
+    "partial_rotary_factor": [0.13, 0.25, 0.5, 1.0],
+    "use_qkv_bias": [True, False],
+    "qk_layernorm": [True, False],
+    "use_parallel_residual": [True, False],
+    "hidden_dropout": [0.0, 0.1],
+}
 EXPERTS = {
     "num_experts_per_tok": [1, 2, 4, 5],
     "num_experts": [4, 5],
@@ -131,7 +140,7 @@ FIELDS = {
     "mistral": LLAMAS, "qwen2": QWENS, "qwen3": QWENS, "gpt_neox": NEOX, "olmo2": LLAMAS,
     "olmo3": PATTERNS | BY_LAYER, "gemma2": GEMMA | {"attn_logit_softcapping": [None, 2.0]},
     "gemma3_text": GEMMA | BY_LAYER | {"rope_local_base_freq": [5e2]},
-    "phi3": PHI, "bloom": BLOOM, "falcon": FALCON, "mixtral": LLAMAS | EXPERTS,
+    "phi3": PHI, "bloom": BLOOM, "falcon": FALCON, "stablelm": STABLE, "mixtral": LLAMAS | EXPERTS,
     "qwen2_moe": QWENS | QWEN_EXPERTS, "qwen3_moe": QWENS | QWEN_EXPERTS,
     "olmoe": LLAMAS | EXPERTS | {"clip_qkv": [None, 5.0], "norm_topk_prob": [True, False]},
 }  # fmt: skip

@@ -33,7 +33,7 @@ FUSED = ["query_key_value"]
 Q_AND_V = {"Mistral": ["q_proj", "v_proj"], "GPTNeoX": FUSED, "Bloom": FUSED, "Falcon": FUSED}
 Q_AND_V["Phi3"] = ["qkv_proj"]
 OF_EXPERTS = ["q_proj", "k_proj", "v_proj", "o_proj"]  # adapters of experts are not supported
-WITH_CLASSIFIER = [name for name in ONE_OF_EACH if TWINS[name][0] != "Olmoe"]
+WITH_CLASSIFIER = [name for name in ONE_OF_EACH if TWINS[name].kind != "Olmoe"]
 WHAT = {"q and v": ("q", "v"), "all linear": "all-linear"}
 # Fast: each family once, as a classifier or with one kind of adapters.
 NUMBER = {name: number for number, name in enumerate(ONE_OF_EACH)}
@@ -139,7 +139,7 @@ def modules_of(name, what):
     """What PEFT calls the targets."""
     if what == "all linear":
         return OF_EXPERTS if has_experts(name) else WHAT[what]
-    return Q_AND_V.get(TWINS[name][0], Q_AND_V["Mistral"])
+    return Q_AND_V.get(TWINS[name].kind, Q_AND_V["Mistral"])
 
 
 @pytest.mark.parametrize(("name", "what", "layout"), ADAPTERS)

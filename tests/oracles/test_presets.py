@@ -9,6 +9,7 @@ from megazoo.formats.configs import config_from_hugging_face
 from megazoo.models.counts import flops_per_token, parameter_count
 from megazoo.models.registry import find_config
 from megazoo.parallel import ParallelContext
+from tests.support.families import TWINS
 from tests.support.sampling import marked_slow
 
 # From the papers' and model cards' shapes; of GPT-2: 12 L D^2 + 13 L D + (V + P + 2) D. MPT-7B as
@@ -59,12 +60,7 @@ PUBLISHED = {
 }
 # Parameters that a token uses, in billions, as the model cards round them.
 ACTIVE = {"mixtral-8x7b": 12.9, "qwen1.5-moe-a2.7b": 2.7, "qwen3-30b-a3b": 3.3, "olmoe-1b-7b": 1.3}
-KINDS = {
-    "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "pythia": "GPTNeoX",
-    "gemma2": "Gemma2", "gemma3": "Gemma3", "olmo2": "Olmo2", "olmo3": "Olmo3", "phi3": "Phi3",
-    "bloom": "Bloom", "falcon": "Falcon", "mixtral": "Mixtral", "qwen2_moe": "Qwen2Moe",
-    "qwen3_moe": "Qwen3Moe", "olmoe": "Olmoe",
-}  # fmt: skip
+KINDS = {name.partition(",")[0]: twin.kind.removesuffix("Text") for name, twin in TWINS.items()}
 
 
 def test_presets_have_the_published_parameters():

@@ -24,7 +24,21 @@ FALCON = dict(
     alibi=False, apply_residual_connection_post_layernorm=False, bias=False, multi_query=True,
     parallel_attn=True, vocab_size=65024, layer_norm_epsilon=1e-5, **NO_DROPOUT,
 )  # fmt: skip
+STABLE = dict(
+    model_type="stablelm", hidden_act="silu", initializer_range=0.02, layer_norm_eps=1e-5,
+    max_position_embeddings=4096, num_attention_heads=32, partial_rotary_factor=0.25,
+    rope_theta=10000, tie_word_embeddings=False,
+)  # fmt: skip
 FILES = {
+    "stablelm-3b": dict(
+        **STABLE, hidden_size=2560, intermediate_size=6912, num_hidden_layers=32,
+        num_key_value_heads=32, use_qkv_bias=False, vocab_size=50304,
+    ),
+    "stablelm2-12b": dict(
+        **STABLE, **NO_DROPOUT, hidden_size=5120, intermediate_size=13824, num_hidden_layers=40,
+        num_key_value_heads=8, qk_layernorm=True, rope_scaling=None, use_parallel_residual=True,
+        use_qkv_bias=False, vocab_size=100352,
+    ),
     "gemma2-2b": dict(
         model_type="gemma2", **GEMMA, attn_logit_softcapping=50.0, final_logit_softcapping=30.0,
         hidden_act="gelu_pytorch_tanh", hidden_size=2304, intermediate_size=9216,

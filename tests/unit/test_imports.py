@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from megazoo.families.table import CLASSES
+
 ROOT = Path(__file__).parents[2]
 # From what knows nothing to what knows all. Parts of one line know nothing of each other.
 ORDER = [
@@ -137,6 +139,21 @@ def test_imports_go_one_way(imports):
 
 def test_no_modules_import_each_other():
     assert circle(imports_of(modules_of(ROOT / "megazoo"), for_types=False)) == []
+
+
+FROM_ELSEWHERE = ("checkpoint", "formats", "generate", "optim", "tokenizer")
+
+
+def test_a_model_file_loads_no_files_tokenizers_or_other_families():
+    program = "import sys, megazoo.models.llama; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=100
+    )
+    loaded = {name for name in done.stdout.split() if name.split(".")[0] == "megazoo"}
+    assert len(loaded) <= 100
+    assert not {name for name in loaded if part_of(name) in FROM_ELSEWHERE}
+    families = {f"megazoo.models.{family}" for family in CLASSES}
+    assert families & loaded == {"megazoo.models.llama"}
 
 
 def test_the_package_imports_no_program(imports):
