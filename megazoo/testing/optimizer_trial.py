@@ -2,6 +2,7 @@
 Muon, and check that all ranks skip a step whose gradients overflow on one rank."""
 
 import math
+from collections.abc import Collection
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -52,12 +53,12 @@ def beside_plain_steps(
     For the arguments see `plain_steps`.
     """
     # only what the optimizer updates
-    ours = {entry.name for entry in model.entries() if not entry.spec.is_state}
+    ours = {entry.name: entry.spec for entry in model.entries() if not entry.spec.is_state}
     initial = {name: weight for name, weight in initial.items() if name in ours}
     gradients = [{name: g for name, g in step.items() if name in ours} for step in gradients]
     plain, decaying = (
-        parameter_distances(weights, plain_steps(initial, gradients, matrices, decay_all), model)
-        for decay_all in (False, True)
+        parameter_distances(weights, plain_steps(initial, gradients, matrices, decayed), model)
+        for decayed in ({name for name, spec in ours.items() if spec.decays}, {*ours})
     )
     return plain, decaying
 
@@ -66,7 +67,7 @@ def plain_steps(
     initial: dict[str, torch.Tensor],
     gradients: list[dict[str, torch.Tensor]],
     matrices: dict[str, tuple[int, ...]],
-    decay_all: bool = False,
+    decayed: Collection[str],
 ) -> dict[str, torch.Tensor]:
     """Return the weights after the steps of a reference optimizer, in double precision: Muon for
     matrices, AdamW for all other parameters.
@@ -75,12 +76,12 @@ def plain_steps(
         initial: Weights, keyed by parameter name.
         gradients: Gradients of the trained parameters, per step.
         matrices: As returned by `matrix_rows_of`.
-        decay_all: Apply weight decay to all trained parameters.
+        decayed: Names of the parameters with weight decay.
     """
     of_muon = [{name: g for name, g in step.items() if name in matrices} for step in gradients]
     others = [{name: g for name, g in step.items() if name not in matrices} for step in gradients]
     scales = [clip_scale(step) for step in gradients]
-    stepped = plain_adamw(initial, others, scales, **SETTINGS, decay_all=decay_all)
+    stepped = plain_adamw(initial, others, scales, decayed, **SETTINGS)
     return plain_muon(stepped, of_muon, scales, matrices, **OF_MATRICES)
 
 
@@ -129,12 +130,12 @@ def plain_adamw(
     initial: dict[str, torch.Tensor],
     gradients: list[dict[str, torch.Tensor]],
     scales: list[float],
+    decayed: Collection[str],
     *,
     lr: float,
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
-    decay_all: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Return the weights after steps of AdamW, in double precision (Loshchilov and Hutter 2019).
 
@@ -142,11 +143,11 @@ def plain_adamw(
         initial: Weights, keyed by parameter name.
         gradients: Gradients of the trained parameters, per step.
         scales: Factor of the gradients, per step.
+        decayed: Names of the parameters with weight decay.
         lr: Learning rate.
         betas: Decay rates of the moments.
         eps: Epsilon.
-        weight_decay: Weight decay of parameters with two or more dimensions.
-        decay_all: Apply weight decay to all trained parameters.
+        weight_decay: Weight decay.
     """
     weights = {name: weight.double() for name, weight in initial.items()}
     first = {name: torch.zeros_like(weight) for name, weight in weights.items()}
@@ -158,7 +159,7 @@ def plain_adamw(
             second[name] = betas[1] * second[name] + (1 - betas[1]) * g**2
             mean = first[name] / (1 - betas[0] ** step)
             root = (second[name] / (1 - betas[1] ** step)).sqrt()
-            decay = weight_decay if w.dim() > 1 or decay_all else 0.0
+            decay = weight_decay if name in decayed else 0.0
             weights[name] = w - lr * (decay * w + mean / (root + eps))
     return weights
 

@@ -228,7 +228,7 @@ def _take_step(
 def _rates_by_definition(model: Any, optimizer: str, step: int) -> dict[str, tuple[float, float]]:
     """Return the learning rate and the weight decay that each trained parameter must have in a
     step: a linear warm-up, then a cosine. Matrices of Muon have the rate of Muon, and AdamW's is
-    proportional to it. Only tensors with two or more dimensions have weight decay."""
+    proportional to it. Only parameters that decay have weight decay: see ParameterSpec."""
     peak, warmup, steps = SCHEDULE["lr"], SCHEDULE["warmup_steps"], SCHEDULE["steps"]
     fraction = max(0, step - warmup) / (steps - warmup)
     rate = peak * min(1, step / warmup) * (1 + math.cos(math.pi * fraction)) / 2
@@ -238,8 +238,7 @@ def _rates_by_definition(model: Any, optimizer: str, step: int) -> dict[str, tup
     for entry in model.trained_entries():
         own = entry.name in matrices
         decay = OF_MATRICES["weight_decay"] if own else SETTINGS["weight_decay"]
-        dimensions = entry.parameter.dim()
-        rates[entry.name] = rate if own else rate * ratio, decay if dimensions > 1 else 0.0
+        rates[entry.name] = rate if own else rate * ratio, decay if entry.spec.decays else 0.0
     return rates
 
 

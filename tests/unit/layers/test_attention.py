@@ -1,11 +1,13 @@
 """Attention whose queries and keys are normalised: cut over ranks, recomputed, and from a cache."""
 
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
 import pytest
 import torch
 
+import megazoo
 from megazoo.errors import UserError
 from megazoo.layers import (
     CausalSelfAttention,
@@ -16,6 +18,7 @@ from megazoo.layers import (
     Rotary,
     units_of_heads,
 )
+from megazoo.models import find_config
 from megazoo.parallel import ParallelContext
 from tests.support.layers import drawn_by_name, gradients_of
 from tests.support.layouts import assembled
@@ -159,3 +162,14 @@ def test_norms_keep_the_names_that_checkpoints_have():
     names = {name for name, _ in ATTENTIONS["all heads"]().named_parameters()}
     assert {"q_norm.weight", "q_norm.bias", "k_norm.weight"} <= names
     assert not any("norm" in name for name, _ in CausalSelfAttention(24, 4).named_parameters())
+
+
+def test_norms_of_each_head_do_not_decay():
+    config = replace(find_config("stablelm-tiny"), layers=1, head_norms=True)
+    model = megazoo.from_config(config)
+    decayed, others = (
+        set(group["names"]) for group in megazoo.optim.AdamW(model, lr=1e-3).param_groups
+    )
+    norms = {name for name, _ in model.named_parameters() if "norm" in name}
+    assert sorted(model.get_parameter(name).dim() for name in norms)[-2:] == [2, 2]
+    assert norms <= others - decayed
