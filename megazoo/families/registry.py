@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import MISSING
 from importlib import import_module
 from types import NoneType, UnionType
@@ -16,41 +17,55 @@ Class = TypeVar("Class", bound=type[Any])
 Family = type[Any]  # a subclass of megazoo.models.Model
 
 
-class Families(dict[str, Any]):
+class Families(MutableMapping[str, Any]):
     """Model classes by the name of their family.
 
-    Those of megazoo are listed in table.py, and imported when they are looked up or listed.
-    `register` adds custom ones.
+    Those of megazoo are listed in table.py, and imported when they are looked up or listed; they
+    can be replaced, not removed. `register` adds custom ones.
     """
 
-    def __missing__(self, name: str) -> Family:
-        if name not in PRESETS:
-            raise KeyError(name)
-        self[name] = getattr(import_module(f"megazoo.models.{name}"), CLASSES[name])
-        return dict.__getitem__(self, name)
+    def __init__(self):
+        self._registered: dict[str, Family] = {}
+
+    def __getitem__(self, name: str) -> Family:
+        if name in PRESETS and name not in self._registered:
+            self._registered[name] = getattr(import_module(_module_of(name)), CLASSES[name])
+        return self._registered[name]
+
+    def __setitem__(self, name: str, model: Family) -> None:
+        self._registered[name] = model
+
+    def __delitem__(self, name: str) -> None:
+        del self._registered[name]
 
     def __contains__(self, name: object) -> bool:
-        return name in PRESETS or dict.__contains__(self, name)
+        return name in PRESETS or name in self._registered
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.keys())
+        return iter({**PRESETS, **self._registered})
 
     def __len__(self) -> int:
-        return len(self.keys())
+        return len({*PRESETS, *self._registered})
 
-    def keys(self) -> Any:
-        return {**PRESETS, **self.loaded}.keys()
+    def clear(self) -> None:
+        """Remove the custom families."""
+        self._registered.clear()
 
-    def values(self) -> Any:
-        return {name: self[name] for name in self.keys()}.values()
-
-    def items(self) -> Any:
-        return {name: self[name] for name in self.keys()}.items()
+    def copy(self) -> dict[str, Family]:
+        """Return all families."""
+        return dict(self)
 
     @property
     def loaded(self) -> dict[str, Family]:
         """The families that have been imported."""
-        return {name: dict.__getitem__(self, name) for name in dict.keys(self)}
+        modules = {name: sys.modules.get(_module_of(name)) for name in PRESETS}
+        ours = {name: getattr(module, CLASSES[name], None) for name, module in modules.items()}
+        return {name: model for name, model in ours.items() if model} | self._registered
+
+
+def _module_of(family: str) -> str:
+    """Return the module of a family of megazoo."""
+    return f"megazoo.models.{family}"
 
 
 FAMILIES = Families()
@@ -80,7 +95,7 @@ def register(name: str) -> Callable[[Class], Class]:
 
     def add(model: Any) -> Any:
         # tests check the families of megazoo
-        if (model.__module__, model.__name__) != (f"megazoo.models.{name}", CLASSES.get(name)):
+        if (model.__module__, model.__name__) != (_module_of(name), CLASSES.get(name)):
             others = {family: other for family, other in FAMILIES.items() if family != name}
             _check_names(name, model, others)
             _check_config(name, model, others)
@@ -136,7 +151,7 @@ def presets() -> dict:
 def family_with(preset: str) -> Family | None:
     """Return the family that has a preset, or None. Only this family is imported."""
     for family, names in PRESETS.items():
-        if preset in names:
+        if preset in names and preset in FAMILIES[family].presets:
             return FAMILIES[family]
     return next((each for each in FAMILIES.loaded.values() if preset in each.presets), None)
 
@@ -159,12 +174,13 @@ def family_named(name: str) -> Family:
 
 
 def families_by_model_type() -> dict[str, Family]:
-    """Return the families that have a Hugging Face format, by their model_type."""
-    return {
-        model.HUGGING_FACE.model_type or name: model
-        for name, model in FAMILIES.items()
-        if hasattr(model.Config, "from_hugging_face")
-    }
+    """Return the families that have a Hugging Face format, by their model_type. A family of megazoo
+    comes before a custom one that inherits its model_type."""
+    found: dict[str, Family] = {}
+    for name, model in FAMILIES.items():
+        if hasattr(model.Config, "from_hugging_face"):
+            found.setdefault(model.HUGGING_FACE.model_type or name, model)
+    return found
 
 
 def config_from_dict(family: str, values: dict) -> Any:

@@ -242,9 +242,9 @@ class LayerNormPerHead(Layer):
             self.register_parameter("bias", None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = F.layer_norm(x, x.shape[-1:], eps=self.eps) * self.use("weight")
+        y = F.layer_norm(x.float(), x.shape[-1:], eps=self.eps) * self.use("weight")
         bias = self.use("bias")
-        return y if bias is None else y + bias
+        return (y if bias is None else y + bias).to(x.dtype)
 
 
 def _one_unit(size: int) -> Shard:

@@ -177,7 +177,7 @@ class Model(BatchCalls, Freezing, Saving, nn.Module):
     @classmethod
     def all_stages(cls, config: Any, ctx: ParallelContext) -> list[Stage]:
         """Partition the layers into the stages of all ranks, in the order of the forward."""
-        costs = cls.stage_costs(config)
+        costs = cls.stage_costs(config) if ctx.stage_count > 1 else (1.0, 0.0, 0.0)
         return cut_into_stages(
             config.layers, ctx.stage_count, ctx.layout.stage_layers, costs, ctx.placement
         )

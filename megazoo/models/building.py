@@ -61,7 +61,7 @@ def make_on_meta(family: type, config: Any, ctx: ParallelContext, seed: int = 0)
     try:
         with torch.device("meta"):
             return _make(family, config, ctx, seed)
-    except RuntimeError:  # a module reads values while it is built
+    except (RuntimeError, TypeError):  # a module reads values while it is built
         model = _make(family, config, ctx, seed)
         place_plain(model, "meta")
         return model
@@ -95,9 +95,9 @@ def _make_elsewhere(family: type, config: Any, ctx: ParallelContext, pp_rank: in
 
 
 def _advise_of_empty_stages(family: type, config: Any, ctx: ParallelContext) -> None:
-    layer, first, last = family.stage_costs(config)
     for stage in family.all_stages(config, ctx):
         if not stage.layers:
+            layer, first, last = family.stage_costs(config)
             what, cost = ("embedding", first) if stage.first else ("head", last)
             advise(
                 f"stage {stage.index + 1} of {stage.count} gets no layers: its {what} costs as "

@@ -1,7 +1,7 @@
 """Counts the FLOPs of modules, and the costs by which layers are divided into stages."""
 
-from functools import cache
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,25 +21,27 @@ def stage_costs(family: Any, config: Any) -> tuple[float, float, float]:
     A query attends to half of a sequence of at most LONGEST tokens, or to its window.
     """
     head = (config.num_labels or config.vocab_size) * config.hidden_size
-    return _cost_of_layer(family, _Config(config)), 2 * config.hidden_size, head
+    key = _Key(family, type(config), repr(vars(config)), config)
+    return _cost_of_layer(key), 2 * config.hidden_size, head
 
 
-class _Config:
-    """A config as the key of a cache: configs are equal if their values are."""
+class _Key(NamedTuple):
+    """A config with a hash. Configs of a family are equal if their values are."""
 
-    def __init__(self, config: Any):
-        self.config = config
-        self.text = repr(config)
+    family: Any
+    kind: type
+    values: str
+    config: Any
 
     def __hash__(self) -> int:
-        return hash(self.text)
+        return hash(self[:3])
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Config) and self.text == other.text
+        return isinstance(other, _Key) and self[:3] == other[:3]
 
 
-@cache
-def _cost_of_layer(family: Any, key: _Config) -> float:
+@lru_cache(maxsize=64)
+def _cost_of_layer(key: _Key) -> float:
     """Return the mean multiply-adds per token of the layers of a config."""
     config, flops = key.config, 0
     keys = min(config.max_positions, LONGEST) // 2
@@ -47,9 +49,9 @@ def _cost_of_layer(family: Any, key: _Config) -> float:
         for index in range(config.layers):
             try:
                 with torch.device("meta"):
-                    layer = family.Block(config, index)
-            except RuntimeError:  # a module reads values while it is built
-                layer = family.Block(config, index)
+                    layer = key.family.Block(config, index)
+            except (RuntimeError, TypeError):  # a module reads values while it is built
+                layer = key.family.Block(config, index)
             flops += flops_of(layer, True, keys)[0]
     return flops / 6 / config.layers  # 2 per multiply-add, forward and twice backward
 

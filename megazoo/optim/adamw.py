@@ -46,7 +46,8 @@ class AdamW(ModelOptimizer):
         lr: learning rate; assign to `opt.lr` to change it.
         betas: decay rates of the two moments.
         eps: added to the denominator.
-        weight_decay: for parameters with two or more dimensions; biases and norms have none.
+        weight_decay: for parameters that decay (`ParameterSpec.decays`): by default those with two
+            or more dimensions, so not biases and norms.
         clip_grad: largest global gradient norm; 0: no clipping.
         zero: 1: shard the optimizer state and the update over the replicas (ZeRO-1): each has 1 /
             (dp x cp) of every bucket of parameters. After `train_batch`, .grad then holds the sum

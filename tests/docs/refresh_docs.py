@@ -9,6 +9,7 @@ $ python -m tests.docs.refresh_docs
 tests/docs/test_pages.py compares them with the code.
 """
 
+import os
 import re
 import subprocess
 import sys
@@ -30,6 +31,7 @@ from megazoo.errors import UserError  # noqa: E402
 from megazoo.families.registry import FAMILIES  # noqa: E402
 from megazoo.formats.configs import config_from_hugging_face  # noqa: E402
 from megazoo.formats.gguf.architecture import ARCHITECTURES  # noqa: E402
+from megazoo.formats.hugging_face.export import hugging_face_config  # noqa: E402
 from megazoo.layers.rotary import SCALINGS  # noqa: E402
 from megazoo.programs import models  # noqa: E402
 from tests.support.notebook import NOTEBOOK, executed  # noqa: E402
@@ -69,7 +71,7 @@ NO_GROUP = "Flags that read or print the settings of a run."
 def _architecture(config) -> str:
     """Return the class of transformers for a config, or "no"."""
     try:
-        return config.to_hugging_face()["architectures"][0]
+        return hugging_face_config(config)["architectures"][0]
     except UserError:
         return "no"
 
@@ -267,10 +269,13 @@ def write_notebook() -> None:
 
 
 def main() -> None:
+    if TABLE.read_text() != (text := family_file()):
+        TABLE.write_text(text)
+        again = [sys.executable, "-W", "ignore", "-m", "tests.docs.refresh_docs", *sys.argv[1:]]
+        os.execv(sys.executable, again)  # this process has imported the old ones
     for taking in TAKEN:
         taking.write_text(refreshed(taking))
     page = NEW_MODEL.read_text()
-    TABLE.write_text(family_file())
     README.write_text(models_of_readme(README.read_text()))
     NEW_MODEL.write_text(BLOCK_OF_QWEN3.sub(lambda _: QWEN3.read_text(), page, count=1))
     if "--self-test" in sys.argv[1:]:

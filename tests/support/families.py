@@ -15,7 +15,7 @@ class Twin(NamedTuple):
     """A tiny model of transformers.
 
     kind: the start of its class. seed: of weights with which no two candidates of the tests of
-    generation are all but equal, and each row goes on with five tokens or more (see
+    generation are all but equal, and each row goes on with five different tokens (see
     `python -m tests.support.seeds`). fields: those of its config that differ from COMMON. fast:
     whether `make test` tries it; one of each family. repeats: whether it chooses the same token
     again and again with random weights.

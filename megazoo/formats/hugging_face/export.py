@@ -97,8 +97,11 @@ def _own_class(values: dict, config: Any) -> dict:
     that one."""
     architecture = (values.get("architectures") or [""])[0]
     head = re.search(f"{CLASSES}$", architecture)
-    declared = FAMILIES[family_of(config)].HUGGING_FACE.class_name
-    if declared and head:
+    model = FAMILIES[family_of(config)]
+    declared = model.HUGGING_FACE.class_name
+    parents = [each for each in FAMILIES.loaded.values() if each in model.__mro__[1:]]
+    inherited = declared in [parent.HUGGING_FACE.class_name for parent in parents]
+    if declared and head and not inherited:
         return {"architectures": [declared + head[0]]}
     for base in type(config).__mro__[1:]:
         other = next((model for model in FAMILIES.loaded.values() if model.Config is base), None)

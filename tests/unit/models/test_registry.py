@@ -5,6 +5,7 @@ import sys
 from dataclasses import asdict, dataclass, fields, make_dataclass, replace
 from pathlib import Path
 from typing import ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -12,17 +13,18 @@ import torch.nn.functional as F
 import transformers
 from torch import nn
 
+import megazoo
 from megazoo import from_config, pretrain, register
 from megazoo.cli.inference import InferenceOptions, load_for_inference
 from megazoo.cli.parsing import CommandLine, run_file
 from megazoo.cli.program import run_program
 from megazoo.cli.rules import model_config
 from megazoo.errors import UserError
-from megazoo.families.registry import FAMILIES, tiny_preset
+from megazoo.families.registry import FAMILIES, family_of, tiny_preset
 from megazoo.formats.hugging_face.export import hugging_face_config
 from megazoo.formats.source import SavedModel
 from megazoo.layers import MLP
-from megazoo.models import Model
+from megazoo.models import Model, gpt2
 from megazoo.models.counts import flops_per_token
 from megazoo.models.gpt2 import GPT2, GPT2Config
 from megazoo.models.qwen3 import Qwen3, Qwen3Config
@@ -356,3 +358,44 @@ def test_a_family_is_no_toy_in_python():
     assert model_config(options.model) == find_config("gpt2-tiny")
     with pytest.raises(UserError, match=r"'lama'; did you mean llama\?"):
         find_config("lama")
+
+
+def test_the_families_are_a_mapping_that_imports_what_is_used():
+    assert FAMILIES.get("bloom") is megazoo.models.Bloom
+    assert FAMILIES.get("nonesuch") is None
+    assert list(FAMILIES.copy()) == list(FAMILIES)
+    with mock.patch.dict(FAMILIES):
+        FAMILIES["gpt2"] = Qwen3
+        config = find_config("falcon-tiny")
+    assert FAMILIES["gpt2"] is GPT2
+    assert family_of(config) == "falcon"  # although it was imported within the block
+    with pytest.raises(KeyError):
+        FAMILIES["nonesuch"]
+
+
+def test_a_family_may_be_replaced_by_one_with_fewer_presets():
+    @dataclass(frozen=True)
+    class Config(OwnConfig):
+        pass
+
+    class Own(GPT2):
+        presets: ClassVar = {"mpt-tiny": Config()}
+
+    Own.Config = Config
+    register("mpt")(Own)
+    with pytest.raises(UserError, match="unknown model or preset 'mpt-7b'"):
+        find_config("mpt-7b")
+
+
+def test_a_layer_that_reads_values_while_it_is_built_has_a_cost():
+    class Block(gpt2.Block):
+        def __init__(self, config, index):
+            super().__init__(config, index)
+            self.table = torch.ones(3).numpy()
+
+    class Own(GPT2):
+        pass
+
+    Own.Block = Block
+    config = find_config("gpt2-tiny")
+    assert Own.stage_costs(config) == GPT2.stage_costs(config)
