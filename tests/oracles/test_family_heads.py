@@ -4,6 +4,7 @@ from itertools import product
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
@@ -33,7 +34,11 @@ FUSED = ["query_key_value"]
 Q_AND_V = {"Mistral": ["q_proj", "v_proj"], "GPTNeoX": FUSED, "Bloom": FUSED, "Falcon": FUSED}
 Q_AND_V["Phi3"] = ["qkv_proj"]
 OF_EXPERTS = ["q_proj", "k_proj", "v_proj", "o_proj"]  # adapters of experts are not supported
-WITH_CLASSIFIER = [name for name in ONE_OF_EACH if TWINS[name].kind != "Olmoe"]
+WITH_CLASSIFIER = [  # transformers has no classifier of the others
+    name
+    for name in ONE_OF_EACH
+    if hasattr(transformers, f"{TWINS[name].kind}ForSequenceClassification")
+]
 WHAT = {"q and v": ("q", "v"), "all linear": "all-linear"}
 # Fast: each family once, as a classifier or with one kind of adapters.
 NUMBER = {name: number for number, name in enumerate(ONE_OF_EACH)}
