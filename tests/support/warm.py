@@ -3,9 +3,11 @@ and excludes what was imported before from garbage collections."""
 
 import functools
 import gc
+import importlib
 import inspect
 
 from megazoo.cli.parsing import CommandLine
+from megazoo.families.registry import FAMILIES
 
 find_source = inspect.findsource
 find_source_of_class = functools.cache(find_source)
@@ -18,6 +20,10 @@ def found_source(what):
 
 
 inspect.findsource = found_source
+# imported when they are first used: here once, not in each process that is forked
+importlib.import_module("megazoo.models.pretrained")
+importlib.import_module("megazoo.generate.generate")
+list(FAMILIES.values())
 CommandLine.read([])  # fills the caches of tyro
 gc.collect()
 gc.freeze()
