@@ -10,7 +10,7 @@ A tensor that is sharded over an axis folded into dp x cp has a list of shards. 
 unless that is tp, and the name of the file also has the rank along the axis. The layout then has
 the sizes of the axes, "folded": {"ep": 2}, and the format is 2; otherwise the format is 1.
 
-The checkpoint of a model with an attachment, which is adapters, holds only the attached parameters
+The checkpoint of a model with an attachment, such as adapters, holds only the attached parameters
 and the other trained ones. It has two more keys, whose values the attachment writes and checks:
 
     adapters, base           see megazoo/lora/manifest.py

@@ -59,8 +59,8 @@ class Families(MutableMapping[str, Any]):
     def loaded(self) -> dict[str, Family]:
         """The families that have been imported."""
         modules = {name: sys.modules.get(_module_of(name)) for name in PRESETS}
-        ours = {name: getattr(module, CLASSES[name], None) for name, module in modules.items()}
-        return {name: model for name, model in ours.items() if model} | self._registered
+        found = {name: getattr(module, CLASSES[name], None) for name, module in modules.items()}
+        return {name: model for name, model in found.items() if model} | self._registered
 
 
 def _module_of(family: str) -> str:

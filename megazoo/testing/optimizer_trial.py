@@ -53,12 +53,12 @@ def beside_plain_steps(
     For the arguments see `plain_steps`.
     """
     # only what the optimizer updates
-    ours = {entry.name: entry.spec for entry in model.entries() if not entry.spec.is_state}
-    initial = {name: weight for name, weight in initial.items() if name in ours}
-    gradients = [{name: g for name, g in step.items() if name in ours} for step in gradients]
+    specs = {entry.name: entry.spec for entry in model.entries() if not entry.spec.is_state}
+    initial = {name: weight for name, weight in initial.items() if name in specs}
+    gradients = [{name: g for name, g in step.items() if name in specs} for step in gradients]
     plain, decaying = (
         parameter_distances(weights, plain_steps(initial, gradients, matrices, decayed), model)
-        for decayed in ({name for name, spec in ours.items() if spec.decays}, {*ours})
+        for decayed in ({name for name, spec in specs.items() if spec.decays}, {*specs})
     )
     return plain, decaying
 

@@ -1,5 +1,5 @@
-"""Searches the seed of a twin in families.py: of weights with which the tests of generation decide
-clearly, in every way of theirs.
+"""Searches the seed of a twin in families.py: weights with which each choice of a token in the tests
+of generation is clear.
 
 $ python -m tests.support.seeds "stablelm, parallel, norms of heads"
 """
