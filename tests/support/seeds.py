@@ -1,5 +1,4 @@
-"""Searches the seed of a twin in families.py: weights with which each choice of a token in the tests
-of generation is clear.
+"""Searches the seed of a twin in families.py: weights with which each choice of a token is clear.
 
 $ python -m tests.support.seeds "stablelm, parallel, norms of heads"
 """
