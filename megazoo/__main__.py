@@ -3,7 +3,7 @@
 import sys
 from typing import NoReturn
 
-from megazoo.cli.commands import COMMANDS, started_as
+from megazoo.commands import COMMANDS, started_as
 from megazoo.errors import nearest
 
 

@@ -23,10 +23,11 @@ import tyro
 from benchmarks import laws, picture
 from benchmarks.results import Setup
 
-from megazoo.cli.flags import File, parse_flags
+from megazoo.cli.flags import parse_flags
 from megazoo.cli.program import run_program
 from megazoo.errors import UserError
 from megazoo.files import write_text
+from megazoo.settings import File
 
 CASES = (
     "train", "experts", "sequence", "lora", "parallel", "pipeline", "build", "generate",

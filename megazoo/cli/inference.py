@@ -6,17 +6,12 @@ from typing import Annotated, Literal
 
 import torch
 
-from megazoo.cli.adapters import open_with_base
-from megazoo.cli.classifier import with_pad_token
-from megazoo.cli.commands import torchrun_line
-from megazoo.cli.flags import File, Name, Source
-from megazoo.cli.launch.starting import data_parallel_size, start_missing_ranks
-from megazoo.cli.options import AS_STORED, ImportOption, VerifyOption
+from megazoo.cli.options import ImportOption
 from megazoo.cli.parsing import required
-from megazoo.cli.rules import check_expert_parallel, check_value
-from megazoo.cli.tokenizer import find_tokenizer
+from megazoo.commands import torchrun_line
 from megazoo.environment import world_size
 from megazoo.errors import UserError
+from megazoo.launching.starting import data_parallel_size, start_missing_ranks
 from megazoo.layers import round_to_int8
 from megazoo.lora import load_from, merge
 from megazoo.lora.source import open_beside
@@ -25,9 +20,15 @@ from megazoo.models.pretrained import load_weights
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.device import choose_device, set_fp32_precision
 from megazoo.parallel.layout import Layout
+from megazoo.settings import File, Name, Source
 from megazoo.terminal import note_rank_0, print_error
 from megazoo.tokenizer import Tokenizer, open_tokenizer
 from megazoo.tokenizer.templates import chat_templates_in
+from megazoo.trainer.adapters import open_with_base
+from megazoo.trainer.classifier import with_pad_token
+from megazoo.trainer.options import AS_STORED, VerifyOption
+from megazoo.trainer.rules import check_expert_parallel, check_value
+from megazoo.trainer.tokenizer import find_tokenizer
 
 
 @dataclass

@@ -7,9 +7,7 @@ import traceback
 from types import TracebackType
 
 from megazoo.files import reason_of
-
-# Files that --import has run. An error that passes through one may be an error in that file.
-user_files: list[str] = []
+from megazoo.user_files import user_files
 
 OUT_OF_MEMORY = ("can't allocate memory", "not enough memory")  # torch's messages for CPU memory
 LONGEST_NAME = 200  # characters of a file name that are shown

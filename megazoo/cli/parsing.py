@@ -1,28 +1,20 @@
 """Command line and TOML file of the training program, and arguments of tools that open a model."""
 
-import importlib.util
 import os
 import stat
-import sys
 import tomllib
-import traceback
 from dataclasses import dataclass
-from pathlib import Path
 
 from megazoo.cli.elsewhere import about_unknown
-from megazoo.cli.flags import (
-    flag_of,
-    parse_flags,
-    settings_of,
-    typed_settings,
-    with_settings,
-)
-from megazoo.cli.mistakes import user_files
-from megazoo.cli.options import ImportOption, Options
-from megazoo.cli.rules import check_value, check_values
+from megazoo.cli.flags import parse_flags
+from megazoo.cli.options import ImportOption
 from megazoo.environment import world_size
 from megazoo.errors import UserError
 from megazoo.files import brief, regular_file
+from megazoo.settings import flag_of, settings_of, typed_settings, with_settings
+from megazoo.trainer.options import Options
+from megazoo.trainer.rules import check_value, check_values
+from megazoo.user_files import run_file
 
 # Mutually exclusive settings: the usual one, and the alternative.
 EITHER_OR = (("steps", "epochs"), ("data", "mock_data"))
@@ -151,47 +143,6 @@ def required(options: ImportOption, *names: str) -> list:
         if size is not None and size < 1:
             raise UserError(f"--{name} {size} must be at least 1")
     return [getattr(options, name) for name in names]
-
-
-def run_file(file: Path) -> None:
-    """Run a Python file that registers a model, a schedule or callbacks.
-
-    Raises UserError with the file and the line of an exception in it.
-    """
-    try:
-        is_file, is_directory = regular_file(file).is_file(), file.is_dir()
-    except OSError as error:  # of a name that is too long, for example
-        raise UserError(f"--import {brief(str(file))}: {error.strerror}", exit_code=1) from error
-    if not is_file:
-        raise UserError(
-            f"--import {file}: {'it is a directory' if is_directory else 'no such file'}"
-        )
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    if spec is None or spec.loader is None:
-        raise UserError(f"--import {file} is not a Python file: its name must end in .py")
-    sys.modules[file.stem] = module = importlib.util.module_from_spec(spec)
-    user_files.append(str(spec.origin))
-    try:
-        spec.loader.exec_module(module)
-    except UserError:
-        raise
-    except SyntaxError as error:  # in the file, or in a module that it imports
-        where = error.filename or file
-        raise UserError(
-            f"--import {file} is not Python: {error.msg}"
-            + (f" ({where}, line {error.lineno})" if error.lineno else "")
-        ) from error
-    except SystemExit as error:
-        raise UserError(
-            f"--import {file} ends the program: it calls sys.exit({error.code!r})"
-        ) from error
-    except Exception as error:
-        steps = traceback.extract_tb(error.__traceback__)
-        line = next(step.lineno for step in reversed(steps) if step.filename == spec.origin)
-        raise UserError(
-            f"--import {file}, line {line}: {type(error).__name__}: {error} "
-            f"(`python {file}` shows more)"
-        ) from error
 
 
 def _value_of(flag: str, arguments: list[str]) -> str | None:

@@ -1,14 +1,14 @@
 """Plan a run from its settings, and format the plan as text."""
 
-from megazoo.cli.options import Options, default_dtype
-from megazoo.cli.rules import check_expert_parallel
-from megazoo.cli.settings import Settings
 from megazoo.cli.text import ranges, size, table, without
 from megazoo.lora.settings import LoRASettings
 from megazoo.lora.source import open_adapter
 from megazoo.models.counts import whole_model
 from megazoo.parallel.sizes import product_of
 from megazoo.planning import Plan, PlannedRun, Planner
+from megazoo.trainer.options import Options, default_dtype
+from megazoo.trainer.rules import check_expert_parallel
+from megazoo.trainer.run import Settings
 
 PLAN_COLUMNS = [
     "pp",

@@ -12,15 +12,15 @@ from importlib import import_module
 from io import TextIOWrapper
 from typing import NoReturn
 
-from megazoo.cli.commands import Command, command_named, documentation, program_name
 from megazoo.cli.flags import parse_flags
-from megazoo.cli.launch.starting import end_with_launcher
 from megazoo.cli.mistakes import is_of_network, line_of, tell_bug
-from megazoo.cli.options import Options
+from megazoo.commands import Command, command_named, documentation, program_name
 from megazoo.environment import adopt_launcher
 from megazoo.errors import Advice, UserError
 from megazoo.files import reason_of
+from megazoo.launching.starting import end_with_launcher
 from megazoo.terminal import print_error
+from megazoo.trainer.options import Options
 
 # Seconds that other ranks wait before they print an error. If all ranks found it, rank 0 prints it
 # and the launcher ends the others in this time.

@@ -5,10 +5,10 @@ from typing import Annotated, Any
 
 import tyro
 
-from megazoo.cli.flags import unset
 from megazoo.cli.inference import InferenceOptions
 from megazoo.generate import GenerationSettings
 from megazoo.models.base import Model
+from megazoo.settings import unset
 from megazoo.terminal import note_rank_0
 from megazoo.tokenizer import Tokenizer
 from megazoo.tokenizer.chat import ANSWER, ANSWERS

@@ -4,17 +4,9 @@ end (the result and the next commands)."""
 import json
 from dataclasses import fields
 
-from megazoo.cli.adapters import flag_to_go_on
-from megazoo.cli.commands import command_line, torchrun_line
-from megazoo.cli.data import trains_conversations
-from megazoo.cli.defaults import FOLLOWING
-from megazoo.cli.flags import flag_of
-from megazoo.cli.options import LoRAOptions, ModelOptions
 from megazoo.cli.parsing import each_once, without
 from megazoo.cli.plan_report import adapters_of, parameters_of, plan_lines, plan_of
-from megazoo.cli.recorder import Recorder
-from megazoo.cli.run import Run
-from megazoo.cli.settings import KEPT
+from megazoo.commands import command_line, torchrun_line
 from megazoo.data.labels import count_of
 from megazoo.environment import is_rank_zero
 from megazoo.families.registry import family_of
@@ -23,7 +15,15 @@ from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.failure import propagate_errors
 from megazoo.parallel.sizes import product_of
 from megazoo.planning import Planner, note_on_mfu
+from megazoo.settings import flag_of
 from megazoo.terminal import note_rank_0, print_rank_0
+from megazoo.trainer.adapters import flag_to_go_on
+from megazoo.trainer.data import trains_conversations
+from megazoo.trainer.defaults import FOLLOWING
+from megazoo.trainer.options import LoRAOptions, ModelOptions
+from megazoo.trainer.recorder import Recorder
+from megazoo.trainer.run import Run
+from megazoo.trainer.state import KEPT
 
 # Settings that a checkpoint of adapters stores, or that only describe the start of its run.
 IN_CHECKPOINT = {f.name for group in (*KEPT, ModelOptions, LoRAOptions) for f in fields(group)}

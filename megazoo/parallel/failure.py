@@ -8,7 +8,7 @@ too, and raise the message of the first rank.
 
 This covers gloo and shared memory. A wait for NCCL ends when the launcher stops all ranks after one
 has died, or after the timeout, through NCCL's watchdog. A training program has then already named
-the absent rank (megazoo/cli/launch/heartbeat.py).
+the absent rank (megazoo/launching/heartbeat.py).
 """
 
 import inspect

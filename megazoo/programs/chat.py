@@ -20,7 +20,7 @@ from typing import Annotated
 import torch
 import torch.distributed as dist
 
-from megazoo.cli.flags import Text, parse_flags, unset
+from megazoo.cli.flags import parse_flags
 from megazoo.cli.inference import load_for_inference
 from megazoo.cli.prompts import Printer
 from megazoo.cli.sampling import SamplingOptions, end_of_answers, sampling_settings, with_stops
@@ -28,6 +28,7 @@ from megazoo.data.conversations import as_jinja, only_template, template_of
 from megazoo.environment import is_rank_zero
 from megazoo.errors import UserError
 from megazoo.parallel.collectives import all_gather_objects, all_reduce
+from megazoo.settings import Text, unset
 from megazoo.terminal import note_rank_0
 from megazoo.tokenizer.chat import ANSWERS
 

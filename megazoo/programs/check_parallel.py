@@ -35,7 +35,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from megazoo.cli.flags import File, Name, parse_flags
+from megazoo.cli.flags import parse_flags
 from megazoo.cli.options import ImportOption
 from megazoo.cli.parsing import required
 from megazoo.errors import UserError, check_number
@@ -45,6 +45,7 @@ from megazoo.models.counts import parameter_count, whole_model
 from megazoo.models.pretrained import open_source
 from megazoo.models.registry import find_config
 from megazoo.parallel.layout import switches
+from megazoo.settings import File, Name
 from megazoo.testing import (
     Layout,
     ResumeVerdict,

@@ -28,22 +28,21 @@ import tyro
 from tyro.conf import Positional
 
 from megazoo.checkpoint.places import find_checkpoint, has_checkpoint
-from megazoo.cli.adapters import Weights, open_weights
-from megazoo.cli.flags import (
-    File,
-    Name,
-    mandatory,
-    parse_flags,
-    typed_settings,
-    unset,
-    with_settings,
-)
-from megazoo.cli.launch.local_ranks import PASSED_ON, LocalRanks
-from megazoo.cli.options import ImportOption, layout_settings
-from megazoo.cli.options import Options as TrainingProgram
+from megazoo.cli.flags import parse_flags
+from megazoo.cli.options import ImportOption
 from megazoo.cli.parsing import required
-from megazoo.cli.rules import check_value, model_config
-from megazoo.cli.run_record import (
+from megazoo.data.dataset import check_data
+from megazoo.errors import UserError, check_number
+from megazoo.files import write_text
+from megazoo.launching.local_ranks import PASSED_ON, LocalRanks
+from megazoo.parallel.layout import switches
+from megazoo.settings import File, Name, mandatory, typed_settings, unset, with_settings
+from megazoo.testing import Layout
+from megazoo.testing.layouts import check_model
+from megazoo.trainer.adapters import Weights, open_weights
+from megazoo.trainer.options import Options as TrainingProgram
+from megazoo.trainer.options import layout_settings
+from megazoo.trainer.record import (
     BESIDE,
     LAYOUT,
     RECORD,
@@ -57,12 +56,7 @@ from megazoo.cli.run_record import (
     read_steps,
     shown,
 )
-from megazoo.data.dataset import check_data
-from megazoo.errors import UserError, check_number
-from megazoo.files import write_text
-from megazoo.parallel.layout import switches
-from megazoo.testing import Layout
-from megazoo.testing.layouts import check_model
+from megazoo.trainer.rules import check_value, model_config
 
 TOLERANCES = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-2}
 MOST_NAMED = 10  # changed files that are named

@@ -18,10 +18,9 @@ import torch
 import tyro
 
 from megazoo.checkpoint.places import CONFIG
-from megazoo.cli.flags import File, Name, Source, Text, parse_flags, unset
+from megazoo.cli.flags import parse_flags
 from megazoo.cli.options import ImportOption
 from megazoo.cli.parsing import required
-from megazoo.cli.tokenizer import find_tokenizer
 from megazoo.engine.batch import check_range
 from megazoo.errors import UserError, check_number
 from megazoo.files import regular_file, without_mark
@@ -29,11 +28,13 @@ from megazoo.formats.source import ModelSource
 from megazoo.models.counts import parameter_count
 from megazoo.models.pretrained import open_source
 from megazoo.parallel.layout import switches
+from megazoo.settings import File, Name, Source, Text, unset
 from megazoo.testing import Agreement, Layout
 from megazoo.testing.compare import compare_layouts
 from megazoo.testing.layouts import check_model
 from megazoo.testing.reference import run_reference
 from megazoo.tokenizer import open_tokenizer
+from megazoo.trainer.tokenizer import find_tokenizer
 
 # Differences that rounding can cause, relative to the largest value.
 TOLERANCES = {"float32": 1e-5, "bfloat16": 5e-2, "float16": 5e-3}

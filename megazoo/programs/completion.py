@@ -11,11 +11,12 @@ from typing import Annotated
 
 from tyro.conf import Positional
 
-from megazoo.cli.commands import COMMANDS
-from megazoo.cli.flags import choices_of, flag_of, kinds_of, parse_flags, unset
-from megazoo.cli.options import Options as TrainingOptions
+from megazoo.cli.flags import parse_flags
+from megazoo.commands import COMMANDS
 from megazoo.errors import UserError
 from megazoo.families.registry import FAMILIES, presets
+from megazoo.settings import choices_of, flag_of, kinds_of, unset
+from megazoo.trainer.options import Options as TrainingOptions
 
 SHELLS = ("bash", "zsh", "fish")
 # Completes the words of a command, then the values of an option; otherwise file names.

@@ -25,8 +25,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from megazoo.checkpoint.ownership import check_replaceable
-from megazoo.cli.adapters import open_with_base
-from megazoo.cli.flags import File, parse_flags, unset
+from megazoo.cli.flags import parse_flags
 from megazoo.cli.options import ConversionOptions
 from megazoo.cli.parsing import required
 from megazoo.errors import UserError
@@ -39,7 +38,9 @@ from megazoo.hub import name_of
 from megazoo.lora.export import write_peft
 from megazoo.lora.merged import MergedSource
 from megazoo.lora.source import SavedAdapters, open_beside, open_model_or_adapters
+from megazoo.settings import File, unset
 from megazoo.terminal import byte_bar, note_rank_0
+from megazoo.trainer.adapters import open_with_base
 
 
 @dataclass

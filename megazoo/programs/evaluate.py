@@ -28,8 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils.rnn import pad_sequence
 
-from megazoo.cli.classifier import measures_of
-from megazoo.cli.flags import File, Name, flag_of, parse_flags, unset
+from megazoo.cli.flags import parse_flags
 from megazoo.cli.inference import InferenceOptions, load_for_inference
 from megazoo.data.labels import REGRESSION, Labels, encode_texts, kept_tokens, labels_of
 from megazoo.environment import is_rank_zero
@@ -38,7 +37,9 @@ from megazoo.evaluation.classifying import Tally, classify, predictions, tally
 from megazoo.evaluation.scoring import evaluate_texts, first_token, score_choices
 from megazoo.files import regular_file, without_mark, write_text
 from megazoo.layers.classification import loss_sum
+from megazoo.settings import File, Name, flag_of, unset
 from megazoo.terminal import byte_bar, count_bar, print_rank_0
+from megazoo.trainer.classifier import measures_of
 
 
 @dataclass

@@ -18,7 +18,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from megazoo.cli.flags import File, Text, parse_flags
+from megazoo.cli.flags import parse_flags
 from megazoo.cli.inference import load_for_inference
 from megazoo.cli.prompts import (
     Answers,
@@ -32,6 +32,7 @@ from megazoo.cli.sampling import SamplingOptions, end_of_answers, sampling_setti
 from megazoo.environment import is_rank_zero
 from megazoo.errors import UserError
 from megazoo.parallel.collectives import all_gather_objects
+from megazoo.settings import File, Text
 from megazoo.terminal import count_bar, note_rank_0, print_rank_0
 
 # Arguments of `Model.generate` that have flags with the same names.

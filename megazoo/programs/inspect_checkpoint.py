@@ -8,14 +8,15 @@ import math
 from dataclasses import dataclass, fields
 
 from megazoo.checkpoint import Checkpoint
-from megazoo.cli.adapters import describe
-from megazoo.cli.flags import Source, parse_flags
+from megazoo.cli.flags import parse_flags
 from megazoo.cli.options import ImportOption
 from megazoo.cli.parsing import required
 from megazoo.families.registry import family_of
 from megazoo.lora.source import SavedAdapters, open_model_or_adapters
 from megazoo.models.counts import parameter_count
+from megazoo.settings import Source
 from megazoo.terminal import byte_bar
+from megazoo.trainer.adapters import describe
 
 
 @dataclass

@@ -11,15 +11,16 @@ from typing import Annotated
 
 from tyro.conf import Positional
 
-from megazoo.cli.flags import File, parse_flags, unset
+from megazoo.cli.flags import parse_flags
 from megazoo.cli.options import ImportOption
-from megazoo.cli.parsing import run_file
 from megazoo.cli.text import table
 from megazoo.errors import UserError, nearest
 from megazoo.families.published import published
 from megazoo.families.registry import FAMILIES
 from megazoo.files import write_text
 from megazoo.models.counts import parameter_count
+from megazoo.settings import File, unset
+from megazoo.user_files import run_file
 
 COLUMNS = [
     "preset",

@@ -25,15 +25,6 @@ from typing import Annotated, ClassVar, Literal
 
 import tyro
 
-from megazoo.cli.commands import torchrun_line
-from megazoo.cli.flags import File, flag_of, settings_of, unset
-from megazoo.cli.options import (
-    DataOptions,
-    EvaluationOptions,
-    LoggingOptions,
-    ParallelOptions,
-)
-from megazoo.cli.options import Options as TrainingProgram
 from megazoo.cli.parsing import each_once
 from megazoo.cli.parsing import without as without_flags
 from megazoo.cli.picture import check_picture, save_picture
@@ -41,6 +32,7 @@ from megazoo.cli.plan_picture import memory_figure
 from megazoo.cli.plan_report import adapters_of, plan_lines, plan_of, planned_run
 from megazoo.cli.settings import resolve
 from megazoo.cli.text import size, table, without
+from megazoo.commands import torchrun_line
 from megazoo.errors import UserError
 from megazoo.files import write_text
 from megazoo.formats.hugging_face.export import parse_size
@@ -58,7 +50,15 @@ from megazoo.planning import (
 )
 from megazoo.planning.search import SEARCHED
 from megazoo.planning.step_time import NODE
+from megazoo.settings import File, flag_of, settings_of, unset
 from megazoo.terminal import count_bar
+from megazoo.trainer.options import (
+    DataOptions,
+    EvaluationOptions,
+    LoggingOptions,
+    ParallelOptions,
+)
+from megazoo.trainer.options import Options as TrainingProgram
 
 DEFAULT_MEMORY = "80GB"
 LISTED = 20  # layouts that a search prints

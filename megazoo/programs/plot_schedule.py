@@ -15,8 +15,7 @@ from typing import Annotated
 import tyro
 
 from megazoo.cli.flags import parse_flags
-from megazoo.cli.options import ImportOption, ScheduleName
-from megazoo.cli.parsing import run_file
+from megazoo.cli.options import ImportOption
 from megazoo.cli.picture import check_picture, import_pyplot, save_picture
 from megazoo.errors import UserError
 from megazoo.parallel.layout import Layout
@@ -30,6 +29,8 @@ from megazoo.parallel.schedule import (
     tables_of,
     timeline,
 )
+from megazoo.trainer.options import ScheduleName
+from megazoo.user_files import run_file
 
 MOST_BOXES = 10_000  # boxes that are drawn in a minute
 LONGEST = 1e12  # largest cost of an action

@@ -16,13 +16,14 @@ from typing import Annotated
 
 import tyro
 
-from megazoo.cli.flags import mandatory, parse_flags
-from megazoo.cli.tokenizer import find_tokenizer
+from megazoo.cli.flags import parse_flags
 from megazoo.data.encoding import Recipe
 from megazoo.data.indexed import IndexedTokens
 from megazoo.data.preprocess import input_files, preprocess
 from megazoo.errors import UserError
+from megazoo.settings import mandatory
 from megazoo.terminal import byte_bar
+from megazoo.trainer.tokenizer import find_tokenizer
 
 MOST_WORKERS = 1024
 TOLD = 5  # lines without text that are reported one by one

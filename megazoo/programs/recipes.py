@@ -14,10 +14,11 @@ from typing import Annotated
 
 from tyro.conf import Positional
 
-from megazoo.cli.flags import parse_flags, unset
+from megazoo.cli.flags import parse_flags
 from megazoo.cli.text import table
 from megazoo.errors import UserError, nearest
 from megazoo.files import write_text
+from megazoo.settings import unset
 
 RECIPES = Path(__file__).parents[1] / "recipes"  # in a clone, a link to configs/
 START = "# Start: "

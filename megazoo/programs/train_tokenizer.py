@@ -13,10 +13,11 @@ from typing import Annotated
 
 import sentencepiece
 
-from megazoo.cli.flags import mandatory, parse_flags
+from megazoo.cli.flags import parse_flags
 from megazoo.data.corpus import standard_library
 from megazoo.errors import UserError
 from megazoo.files import regular_file
+from megazoo.settings import mandatory
 
 SMALLEST = 3 + 256  # unk, bos, eos, and the bytes
 LARGEST = 1 << 24

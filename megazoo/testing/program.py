@@ -8,7 +8,7 @@ mean over the tokens of all validation batches, not the mean of their means.
 import io
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,17 +16,23 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 
-from megazoo import pretrain
-from megazoo.cli.options import layout_settings
 from megazoo.environment import is_rank_zero
 from megazoo.families.registry import FAMILIES
 from megazoo.models.base import Model
 from megazoo.parallel.layout import Layout
+from megazoo.settings import with_settings
 from megazoo.testing.batches import ROWS, micro_batches_of
 from megazoo.testing.distances import relative
 from megazoo.testing.draws import recorded_seeds
 from megazoo.testing.trial import Subject
+from megazoo.trainer.adapters import open_weights
+from megazoo.trainer.loop import train
+from megazoo.trainer.options import Options, layout_settings
+from megazoo.trainer.preparation import check, complete, connect
+from megazoo.trainer.run import Run
+from megazoo.trainer.state import resumed_state
 
 STEPS, EVALUATED = 2, 2
 EQUAL = ("loss", "grad_norm", "lr", "eval_loss")  # metrics that are the same in every layout
@@ -76,7 +82,11 @@ class Numbers:
 
 
 def run_the_program(
-    subject: Subject, layout: Layout, directory: Path, name: str = "", flags: Sequence[str] = ()
+    subject: Subject,
+    layout: Layout,
+    directory: Path,
+    name: str = "",
+    further: dict | None = None,
 ) -> Numbers:
     """Run the training program on this rank. Rank 0 reads its metrics.
 
@@ -85,16 +95,19 @@ def run_the_program(
         layout: The layout.
         directory: Where `write_inputs` has written the config and the data.
         name: Of the run; different for each run of a layout.
-        flags: Further flags.
+        further: Further settings.
     """
     numbers = Numbers(ranks=layout.ranks)
-    arguments = _arguments(subject, layout, directory)
     metrics = directory / f"{layout}{name}.jsonl"
+    settings = _settings(subject, layout, directory) | {"metrics": metrics} | (further or {})
     if is_rank_zero():  # the metrics are appended
         metrics.unlink(missing_ok=True)
     quiet = redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO())
     with subject.within(), _recorded(numbers), quiet[0], quiet[1]:
-        pretrain.main([*arguments, "--metrics", str(metrics), *flags])
+        run = _run_with(settings)
+        train(run, connect(run))
+        if dist.is_initialized():
+            dist.destroy_process_group()
     if metrics.is_file():
         numbers.logged = [json.loads(line) for line in metrics.read_text().splitlines()]
     return numbers
@@ -198,28 +211,27 @@ def _recorded(numbers: Numbers) -> Iterator[None]:
         numbers.evaluated.append(sum(mean * count for mean, count in some) / whole)
 
 
-def _arguments(subject: Subject, layout: Layout, directory: Path) -> list[str]:
-    """Return the flags of the run."""
-    config, data = directory / CONFIG, directory / DATA
+def _run_with(settings: dict) -> Run:
+    """Return the run of these settings, which resumes if they name a checkpoint."""
+    options = with_settings(Options(), settings)
+    weights = open_weights(options)
+    resumed = weights.resumed(options)
+    state = resumed_state(resumed)
+    options = with_settings(Options(), {**state["settings"], **settings})
+    run = complete([], options, weights, state, resuming=resumed is not None)
+    return check(run, options.parallel.dp)
+
+
+def _settings(subject: Subject, layout: Layout, directory: Path) -> dict[str, Any]:
+    """Return the settings of the run."""
     longest = FAMILIES[subject.family].longest_sequence(subject.config)
-    rows = ROWS // layout.dp // micro_batches_of(layout.dp)  # of a micro-batch
-    flags: dict[str, Any] = {
-        "model": config, "data": data, "split": "50,50,0", "seq-length": min(longest, SEQUENCE),
-        "global-batch-size": ROWS, "micro-batch-size": rows,
-        "steps": STEPS, "eval-interval": 1, "eval-steps": EVALUATED, "peak-tflops": PEAK,
+    adapters = {"lora_rank": subject.lora_rank, "lora_targets": ",".join(subject.targets)}
+    return {
+        "model": str(directory / CONFIG), "data": (str(directory / DATA),), "split": "50,50,0",
+        "seq_length": min(longest, SEQUENCE), "global_batch_size": ROWS,
+        "micro_batch_size": ROWS // layout.dp // micro_batches_of(layout.dp),
+        "steps": STEPS, "eval_interval": 1, "eval_steps": EVALUATED, "peak_tflops": PEAK,
         "dtype": "float32", "device": "cpu", "optimizer": subject.optimizer,
-        "lora-rank": subject.lora_rank,
+        **(adapters if subject.lora_rank else {}),
+        **{name: getattr(layout, name) for name in layout_settings(type(layout))},
     }  # fmt: skip
-    others = {"sequence_parallel", "stage_layers"}  # a switch, and no part of a name
-    flags |= {
-        name.replace("_", "-"): getattr(layout, name)
-        for name in layout_settings(type(layout))
-        if name not in others
-    }
-    if subject.lora_rank:
-        flags["lora-targets"] = ",".join(subject.targets)
-    switches = ["--sequence-parallel"] if layout.sequence_parallel else []
-    return [
-        *(str(word) for name, value in flags.items() for word in (f"--{name}", value)),
-        *switches,
-    ]

@@ -218,8 +218,7 @@ def _check_program(
 def _check_batch_size(pool: RankPool, subject: Subject, directory: Path) -> Finding | None:
     """Resume the training program in one process with twice the batch size. Return a finding if it
     skips or repeats samples, or ends with an error."""
-    flags = ["--global-batch-size", str(2 * ROWS)]
-    runs = _run_and_resume(pool, subject, Layout(), directory, flags)
+    runs = _run_and_resume(pool, subject, Layout(), directory, {"global_batch_size": 2 * ROWS})
     if isinstance(runs, str):
         return Finding(f"program: {runs}", "")
     (whole,), (larger,) = runs
@@ -230,23 +229,27 @@ def _check_batch_size(pool: RankPool, subject: Subject, directory: Path) -> Find
 
 
 def _run_and_resume(
-    pool: RankPool, subject: Subject, layout: Layout, directory: Path, flags: Sequence[str] = ()
+    pool: RankPool,
+    subject: Subject,
+    layout: Layout,
+    directory: Path,
+    further: dict | None = None,
 ) -> tuple[list[Numbers], list[Numbers]] | str:
     """Run the training program in a layout, and resume it after the first step. Return the numbers
-    of the ranks in both runs, or a sentence if one ends with an error. flags: further flags of the
-    resumed run."""
+    of the ranks in both runs, or a sentence if one ends with an error. further: further
+    settings of the resumed run."""
     directory.mkdir()
     write_inputs(subject, directory)
     save, name = directory / "run", "whole"
     try:
 
-        def run(flags: Sequence[str]) -> list[Numbers]:
-            arguments = (subject, layout, directory, name, flags)
+        def run(settings: dict) -> list[Numbers]:
+            arguments = (subject, layout, directory, name, settings)
             return pool.run(run_the_program, layout.ranks, *arguments, timeout=TIMEOUT)
 
-        whole = run(["--save", str(save), "--save-interval", "1"])
+        whole = run({"save": save, "save_interval": 1})
         name = "resumed"
-        return whole, run(["--load", str(save / "step_00000001"), *flags])
+        return whole, run({"load": save / "step_00000001", **(further or {})})
     except RankError as error:
         return f"the {name} run ends with {last_line(error)}"
 

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from megazoo import lora
-from megazoo.cli.parsing import run_file
 from megazoo.evaluation.scoring import score
 from megazoo.families.registry import config_from_dict
 from megazoo.layers import Attend, Dropout
@@ -48,6 +47,7 @@ from megazoo.testing.optimizer_trial import (
     matrix_rows_of,
     skips_overflow,
 )
+from megazoo.user_files import run_file
 
 CLUES = 3  # number of differences of each kind that are analysed
 

@@ -24,9 +24,8 @@ import nbformat
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from megazoo.cli import options as settings  # noqa: E402
-from megazoo.cli.commands import COMMANDS  # noqa: E402
 from megazoo.cli.flags import texts_of  # noqa: E402
+from megazoo.commands import COMMANDS  # noqa: E402
 from megazoo.errors import UserError  # noqa: E402
 from megazoo.families.registry import FAMILIES  # noqa: E402
 from megazoo.formats.configs import config_from_hugging_face  # noqa: E402
@@ -34,6 +33,7 @@ from megazoo.formats.gguf.architecture import ARCHITECTURES  # noqa: E402
 from megazoo.formats.hugging_face.export import hugging_face_config  # noqa: E402
 from megazoo.layers.rotary import SCALINGS  # noqa: E402
 from megazoo.programs import models  # noqa: E402
+from megazoo.trainer import options as settings  # noqa: E402
 from tests.support.notebook import NOTEBOOK, executed  # noqa: E402
 
 OPTIONS = ROOT / "docs" / "options.md"
@@ -46,7 +46,7 @@ BLOCK_OF_QWEN3 = re.compile(r'(?<=^```python\n)"""Qwen3.*?(?=^```$)', re.DOTALL 
 PLANTED = ROOT / "docs" / "planted_bugs.md"
 GALLERY = "<!-- gallery: from tools/check_parallel.py --self-test -->\n"
 END_OF_GALLERY = "<!-- end of gallery -->\n"
-BEGIN, END = "<!-- flags: from megazoo/cli/options.py -->\n", "<!-- end of flags -->\n"
+BEGIN, END = "<!-- flags: from megazoo/trainer/options.py -->\n", "<!-- end of flags -->\n"
 
 # By command: further scripts that run it. test_pages.py finds a script of tools/ without a row.
 MORE_SCRIPTS = {
@@ -229,7 +229,7 @@ TAKEN = {
     OPTIONS: (flag_table, BEGIN, END),
     ROOT / "docs" / "command.md": (
         command_table,
-        "<!-- commands: from megazoo/cli/commands.py -->\n",
+        "<!-- commands: from megazoo/commands.py -->\n",
         "<!-- end of commands -->\n",
     ),
     ROOT / "docs" / "models.md": (

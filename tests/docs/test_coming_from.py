@@ -22,12 +22,13 @@ from torch.utils.data import DistributedSampler
 import megazoo
 from megazoo import pretrain
 from megazoo.checkpoint import Checkpoint, load
-from megazoo.cli.flags import parse_flags, settings_of
-from megazoo.cli.options import Options
+from megazoo.cli.flags import parse_flags
 from megazoo.cli.parsing import CommandLine
 from megazoo.models.base import Model
 from megazoo.models.gpt2 import GPT2Config
 from megazoo.parallel.stages import cut_into_stages
+from megazoo.settings import settings_of
+from megazoo.trainer.options import Options
 from tests.support.scripts import program_of
 from tests.support.training import context
 

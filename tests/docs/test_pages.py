@@ -19,13 +19,14 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
-from megazoo.cli.commands import COMMANDS
-from megazoo.cli.flags import parse_flags, settings_of
-from megazoo.cli.options import Options
+from megazoo.cli.flags import parse_flags
 from megazoo.cli.parsing import CommandLine
+from megazoo.commands import COMMANDS
 from megazoo.families.registry import FAMILIES
 from megazoo.models.base import Model
 from megazoo.parallel import ParallelContext
+from megazoo.settings import settings_of
+from megazoo.trainer.options import Options
 from tests.docs import refresh_docs
 from tests.support.programs import MARK, marked, python
 from tests.support.sampling import commit_seed, marked_slow

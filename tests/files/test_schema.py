@@ -15,12 +15,11 @@ from megazoo.checkpoint import Checkpoint, load, save
 from megazoo.checkpoint.format import manifest_checksum
 from megazoo.checkpoint.schema import TensorInfo, _elements_held
 from megazoo.cli.parsing import CommandLine
-from megazoo.cli.settings import resumed_state
-from megazoo.cli.state import read_state
 from megazoo.errors import UserError
 from megazoo.formats.source import SavedModel
 from megazoo.parallel import ParallelContext
 from megazoo.parallel.shard import ParameterSpec, Shard
+from megazoo.trainer.state import read_state, resumed_state
 from tests.support.training import make_batch, tiny_config
 
 MODEL, NORM = "model_tp_0_pp_0.safetensors", "norm.weight"

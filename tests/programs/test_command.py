@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megazoo.__main__ import main
-from megazoo.cli.commands import COMMANDS, command_line, started_as, torchrun_line
+from megazoo.commands import COMMANDS, command_line, started_as, torchrun_line
 from megazoo.programs.completion import bash, fish
 from tests.support.programs import ROOT, python
 from tests.support.scripts import program_of
@@ -17,7 +17,7 @@ from tests.support.scripts import program_of
 
 @pytest.fixture(autouse=True)
 def nothing_started(monkeypatch):
-    monkeypatch.setattr("megazoo.cli.commands._started", None)
+    monkeypatch.setattr("megazoo.commands._started", None)
 
 
 def called(monkeypatch, capsys, *words):

@@ -6,9 +6,9 @@ import re
 import pytest
 
 from megazoo import pretrain
-from megazoo.cli.launch.deaths import name_of
 from megazoo.cli.parsing import CommandLine
 from megazoo.formats.source import SavedModel
+from megazoo.launching.deaths import name_of
 from megazoo.models.counts import flops_per_token
 from megazoo.parallel import ParallelContext
 from megazoo.programs import evaluate, generate

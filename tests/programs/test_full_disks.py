@@ -13,8 +13,8 @@ import time
 import pytest
 
 from megazoo import pretrain
-from megazoo.cli import metrics
 from megazoo.errors import Advice, UserError
+from megazoo.trainer import metrics
 from tests.support.pretraining import ROOT, SMALL, records
 from tests.support.programs import python
 

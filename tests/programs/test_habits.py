@@ -11,13 +11,13 @@ import torch
 import megazoo
 from megazoo import pretrain
 from megazoo.checkpoint import Checkpoint
-from megazoo.cli.options import Options
 from megazoo.cli.parsing import CommandLine
-from megazoo.cli.run_record import BESIDE
 from megazoo.cli.settings import resolve
 from megazoo.errors import UserError
 from megazoo.generate import GenerationSettings
 from megazoo.models.pretrained import open_source
+from megazoo.trainer.options import Options
+from megazoo.trainer.record import BESIDE
 from tests.support.harness_files import tokenizer_of
 from tests.support.pretraining import SMALL, close, losses
 

@@ -7,14 +7,14 @@ import sys
 import pytest
 import torch
 
-from megazoo.cli.launch import local_ranks
+from megazoo.launching import local_ranks
 from tests.support.pretraining import ROOT
 from tests.support.programs import python
 
 PROGRAM = """
 import os, signal, sys, threading, time
-from megazoo.cli.launch.starting import start_missing_ranks
-from megazoo.cli.launch.local_ranks import PASSED_ON
+from megazoo.launching.starting import start_missing_ranks
+from megazoo.launching.local_ranks import PASSED_ON
 from megazoo.cli.mistakes import user_files
 
 how, words = sys.argv[1], sys.argv[2:]

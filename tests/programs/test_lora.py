@@ -229,7 +229,7 @@ def test_contradictions_are_told_before_any_work(files, capsys, monkeypatch):
     changed = megazoo.from_config(type(config)(**{**vars(config), "layers": 2}))
     changed.save_parallelized(names["other"])
     megazoo.from_config("gpt2-tiny").save_parallelized(names["gpt2"])
-    monkeypatch.setattr(pretrain, "build", None)
+    monkeypatch.setattr(pretrain, "train", None)
     wrong = {}
     for words, line in REFUSED.items():
         given = ["--device", "cpu", *words.format(**names).split()]

@@ -9,10 +9,10 @@ from collections import Counter
 import pytest
 
 from megazoo import pretrain
-from megazoo.cli.metrics import StepLines
 from megazoo.formats.source import SavedModel
 from megazoo.models.counts import flops_per_token
 from megazoo.parallel.schedule import zb_h1
+from megazoo.trainer.metrics import StepLines
 from tests.support.pretraining import SMALL, records
 
 

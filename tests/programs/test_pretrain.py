@@ -14,8 +14,8 @@ import megazoo
 from megazoo import pretrain
 from megazoo.checkpoint import Checkpoint, save
 from megazoo.cli.parsing import CommandLine
-from megazoo.cli.rules import model_config
 from megazoo.programs import preprocess_data
+from megazoo.trainer.rules import model_config
 from tests.support.inference import run_main
 from tests.support.pretraining import SMALL, TORCHRUN, close, losses, records, start
 

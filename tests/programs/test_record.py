@@ -19,10 +19,10 @@ import pytest
 import torch
 
 from megazoo import callbacks, pretrain
-from megazoo.cli import run_record
-from megazoo.cli.run_record import InputFile, Recorded, Resumed, Step
 from megazoo.errors import UserError
 from megazoo.programs import check_run, preprocess_data
+from megazoo.trainer import record as run_record
+from megazoo.trainer.record import InputFile, Recorded, Resumed, Step
 from tests.support.inference import run_main
 from tests.support.pretraining import ROOT, SMALL, TORCHRUN, losses, start
 from tests.support.processes import Program

@@ -259,7 +259,7 @@ class Late(subprocess.Popen):  # whose caller is late to hear that it has starte
 
 word = sys.argv[1:][int(os.environ.get("RANK", 0))]
 if "RANK" not in os.environ:
-    from megazoo.cli.launch.local_ranks import LocalRanks
+    from megazoo.launching.local_ranks import LocalRanks
     subprocess.Popen = Late
     sys.exit(LocalRanks(2, 1, [sys.executable, *sys.argv]).run())
 if word == "deaf":

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from types import ModuleType
 
-from megazoo.cli.commands import command_named
+from megazoo.commands import command_named
 from megazoo.programs import convert
 
 ROOT = Path(__file__).parents[2]

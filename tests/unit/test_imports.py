@@ -21,8 +21,8 @@ ROOT = Path(__file__).parents[2]
 # From what knows nothing to what knows all. Parts of one line know nothing of each other.
 ORDER = [
     ("constants", "errors"),
-    ("files", "sidecars", "lazy", "environment", "torch_internals", "callbacks"),
-    ("terminal",),
+    ("files", "sidecars", "lazy", "environment", "torch_internals", "callbacks", "commands"),
+    ("terminal", "user_files", "settings"),
     ("hub", "gguf_file"),
     ("parallel",),
     ("layers",),
@@ -33,10 +33,11 @@ ORDER = [
     ("formats",),
     ("models",),
     ("data", "evaluation", "lora", "planning"),
-    ("cli",),
-    ("compat", "pretrain"),
-    ("testing",),  # it runs the training program
-    ("programs", "__main__"),
+    ("launching",),
+    ("trainer",),
+    ("cli", "compat", "testing"),
+    ("pretrain", "programs"),
+    ("__main__",),
 ]
 CHECKING = "TYPE_CHECKING"
 LEVEL = {part: level for level, parts in enumerate(ORDER) for part in parts}
@@ -176,7 +177,7 @@ PLANTED = [  # and whether it is wrong
     ("models/base.py", "from megazoo.lora.settings import LoRASettings", True),
     ("planning/ranks.py", "from megazoo.lora import LoRASettings", True),
     ("errors.py", "import megazoo", True),
-    ("planning/run.py", "from megazoo.cli.options import TrainingOptions", True),
+    ("planning/run.py", "from megazoo.trainer.options import TrainingOptions", True),
     ("layers/norm.py", "from megazoo.parallel.random import derive_seed", False),
 ]
 

@@ -1,13 +1,12 @@
 """Bugs in the numbers that the training program prints."""
 
-from megazoo import pretrain
-from megazoo.cli import data
-from megazoo.cli.recorder import Recorder
-from megazoo.cli.run import Run
 from megazoo.data.loading import Batches
 from megazoo.engine.calls import BatchCalls
 from megazoo.layers.router import Router
 from megazoo.testing.gallery.planting import bug, replaced
+from megazoo.trainer import data, loop
+from megazoo.trainer.recorder import Recorder
+from megazoo.trainer.run import Run
 
 
 @bug(
@@ -54,7 +53,7 @@ def mean_of_batch_means():
 
         return evaluated
 
-    return replaced(pretrain, "evaluate", make)
+    return replaced(loop, "evaluate", make)
 
 
 @bug(

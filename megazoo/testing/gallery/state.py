@@ -6,7 +6,6 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from megazoo import pretrain
 from megazoo.checkpoint import loading
 from megazoo.checkpoint.source import TensorSource
 from megazoo.data.loading import Batches
@@ -18,6 +17,7 @@ from megazoo.optim.loss_scale import LossScale
 from megazoo.parallel.random import derive_seed
 from megazoo.testing import resume_trial
 from megazoo.testing.gallery.planting import bug, replaced
+from megazoo.trainer import loop
 
 
 def _at_load(change):
@@ -379,4 +379,4 @@ def steps_counted_from_the_start():
 
         return without_steps
 
-    return replaced(pretrain, "train", make)
+    return replaced(loop, "train_steps", make)

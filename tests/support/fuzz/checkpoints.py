@@ -15,13 +15,13 @@ import megazoo
 from megazoo import pretrain
 from megazoo.checkpoint import load, save
 from megazoo.checkpoint.format import manifest_checksum
-from megazoo.cli.options import Options
 from megazoo.cli.parsing import CommandLine
-from megazoo.cli.settings import KEPT, settings_to_resume
 from megazoo.formats.resharding import write_shards
 from megazoo.formats.source import SavedModel
 from megazoo.models.gpt2 import GPT2Config
 from megazoo.models.pretrained import load_weights
+from megazoo.trainer.options import Options
+from megazoo.trainer.state import KEPT, settings_to_resume
 from tests.support.fuzz.cases import files_under, hostile, mutated, refusal
 from tests.support.training import make_batch
 

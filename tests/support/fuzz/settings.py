@@ -10,11 +10,12 @@ from datetime import timedelta
 from pathlib import Path
 
 from megazoo import pretrain
-from megazoo.cli.commands import COMMANDS
-from megazoo.cli.flags import flag_of, parse_flags, settings_of
-from megazoo.cli.options import Options
+from megazoo.cli.flags import parse_flags
 from megazoo.cli.parsing import CommandLine, required
+from megazoo.commands import COMMANDS
 from megazoo.models.registry import find_config
+from megazoo.settings import flag_of, settings_of
+from megazoo.trainer.options import Options
 from tests.support.fuzz.cases import damaged, files_under, hostile, refusal
 
 PROGRAMS = sorted({command.module for command in COMMANDS} - {"megazoo.pretrain"})

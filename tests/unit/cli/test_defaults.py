@@ -8,11 +8,11 @@ import pytest
 
 import megazoo
 from megazoo import pretrain
-from megazoo.cli.defaults import fit_to_rows
 from megazoo.cli.settings import resolve
 from megazoo.families.published import GPT3, pretraining_defaults
 from megazoo.families.registry import FAMILIES, presets
 from megazoo.programs import models, plan
+from megazoo.trainer.defaults import fit_to_rows
 from tests.support.inference import run_main
 from tests.support.sampling import marked_slow
 

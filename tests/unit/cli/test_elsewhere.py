@@ -6,10 +6,12 @@ import pytest
 
 from megazoo import UserError
 from megazoo.cli.elsewhere import KNOWN, MEGATRON, OTHER, REASONS, TORCHTITAN, TRAINER
-from megazoo.cli.flags import flag_of, parse_flags, settings_of
-from megazoo.cli.options import ConversionOptions, Options
+from megazoo.cli.flags import parse_flags
+from megazoo.cli.options import ConversionOptions
 from megazoo.cli.parsing import CommandLine
 from megazoo.programs import generate, plan
+from megazoo.settings import flag_of, settings_of
+from megazoo.trainer.options import Options
 
 FLAGS = {flag_of(name) for name in settings_of(Options)}
 

@@ -14,9 +14,9 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from megazoo.cli.launch import elastic, heartbeat
-from megazoo.cli.launch.elastic import StopSignal, naming_absent_ranks
-from megazoo.cli.launch.heartbeat import LEFT, Watch
+from megazoo.launching import elastic, heartbeat
+from megazoo.launching.elastic import StopSignal, naming_absent_ranks
+from megazoo.launching.heartbeat import LEFT, Watch
 from megazoo.parallel import ParallelContext, failure
 from megazoo.parallel.collectives import all_gather_objects
 from megazoo.torch_internals import default_store

@@ -12,17 +12,19 @@ import torch
 import megazoo
 from megazoo import pretrain
 from megazoo.cli import settings
-from megazoo.cli.flags import parse_flags, settings_of
-from megazoo.cli.options import Options
+from megazoo.cli.flags import parse_flags
 from megazoo.cli.parsing import ONE_START, CommandLine, each_once
-from megazoo.cli.rules import check_run, model_config
-from megazoo.cli.run import notes_on_changes
-from megazoo.cli.settings import KEPT, resolve, settings_to_resume
+from megazoo.cli.settings import resolve
 from megazoo.errors import UserError
 from megazoo.models.gpt2 import GPT2
 from megazoo.models.llama import Llama
 from megazoo.programs.convert import Options as ConversionOptions
+from megazoo.settings import settings_of
 from megazoo.tokenizer import ByteTokenizer
+from megazoo.trainer.options import Options
+from megazoo.trainer.rules import check_run, model_config
+from megazoo.trainer.run import notes_on_changes
+from megazoo.trainer.state import KEPT, settings_to_resume
 from tests.support.inference import run_main
 from tests.support.pretraining import ROOT, start
 

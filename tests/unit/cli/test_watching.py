@@ -12,10 +12,10 @@ from unittest import mock
 
 import pytest
 
-from megazoo.cli.launch import deaths
-from megazoo.cli.launch.elastic import StopSignal
-from megazoo.cli.launch.local_ranks import _catches as catches
-from megazoo.cli.launch.starting import end_with_launcher
+from megazoo.launching import deaths
+from megazoo.launching.elastic import StopSignal
+from megazoo.launching.local_ranks import _catches as catches
+from megazoo.launching.starting import end_with_launcher
 from megazoo.parallel.collectives import all_gather_objects
 from megazoo.parallel.context import ParallelContext
 from tests.support.processes import SOON, lives

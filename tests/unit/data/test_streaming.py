@@ -199,7 +199,7 @@ def test_what_cannot_be_streamed_gets_one_line(tmp_path, monkeypatch):
 
 
 def test_a_position_is_what_a_checkpoint_keeps():
-    from megazoo.cli.state import StreamPosition
+    from megazoo.trainer.state import StreamPosition
 
     assert asdict(StreamPosition(**asdict(Position()))) == asdict(Position())
 

@@ -16,9 +16,8 @@ from torch import nn
 import megazoo
 from megazoo import from_config, pretrain, register
 from megazoo.cli.inference import InferenceOptions, load_for_inference
-from megazoo.cli.parsing import CommandLine, run_file
+from megazoo.cli.parsing import CommandLine
 from megazoo.cli.program import run_program
-from megazoo.cli.rules import model_config
 from megazoo.errors import UserError
 from megazoo.families.registry import FAMILIES, family_of, tiny_preset
 from megazoo.formats.hugging_face.export import hugging_face_config
@@ -34,6 +33,8 @@ from megazoo.parallel.layout import Layout
 from megazoo.planning import PlannedRun, Planner, note_on_mfu
 from megazoo.planning.meter import forward_flops
 from megazoo.programs import plan
+from megazoo.trainer.rules import model_config
+from megazoo.user_files import run_file
 
 ROOT = Path(__file__).parents[3]
 

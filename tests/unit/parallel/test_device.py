@@ -8,12 +8,12 @@ import torch
 
 from megazoo import pretrain
 from megazoo.checkpoint.places import TRAINER
-from megazoo.cli.adapters import NO_WEIGHTS
 from megazoo.cli.parsing import CommandLine
-from megazoo.cli.run import Run
 from megazoo.errors import Advice, UserError
 from megazoo.parallel import device
 from megazoo.parallel.device import choose_device, set_fp32_precision
+from megazoo.trainer.adapters import NO_WEIGHTS
+from megazoo.trainer.run import Run
 from tests.support.pretraining import SMALL
 
 OF_EIGHT = {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}

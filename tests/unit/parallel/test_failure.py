@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 import megazoo
-from megazoo.cli.launch.elastic import StopSignal
 from megazoo.errors import UserError
 from megazoo.evaluation.scoring import score
+from megazoo.launching.elastic import StopSignal
 from megazoo.parallel import failure
 from megazoo.testing import RankError, RankPool
 from tests.support.programs import ROOT, python

@@ -9,11 +9,11 @@ import pytest
 import tyro
 
 from megazoo.cli.flags import parse_flags
-from megazoo.cli.options import ParallelOptions, layout_settings, parallel_options
 from megazoo.errors import UserError
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.layout import Layout, size, switch, switches
 from megazoo.planning import PlannedRun, Planner
+from megazoo.trainer.options import ParallelOptions, layout_settings, parallel_options
 from tests.support.training import tiny_config
 
 ROOT = Path(__file__).parents[3]

@@ -10,11 +10,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
 from megazoo.checkpoint.places import MANIFEST
-from megazoo.cli.tokenizer import find_tokenizer
 from megazoo.errors import UserError
 from megazoo.programs import train_tokenizer
 from megazoo.tokenizer import open_tokenizer
 from megazoo.tokenizer.pipeline import PipelineTokenizer
+from megazoo.trainer.tokenizer import find_tokenizer
 from tests.support.inference import run_main
 from tests.support.tokenizer_files import (
     BYTE_LEVEL,

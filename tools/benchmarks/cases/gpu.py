@@ -112,14 +112,14 @@ def their_config(preset: str, length: int) -> dict:
 
 def of_the_peak(preset: str, length: int, rows: int, pairs: int) -> list[list[float]]:
     """Return the TFLOP/s of each step (with the FLOPs of MFU), and the manufacturer's bf16 peak."""
-    from megazoo.cli.metrics import peak_flops
     from megazoo.models.counts import flops_per_token
     from megazoo.models.registry import find_config
+    from megazoo.trainer.metrics import peak_flops
 
     peak = peak_flops(torch.device("cuda"))
     if peak is None:
         raise UserError(
-            f"no peak is known for {torch.cuda.get_device_name()}: see megazoo/cli/metrics.py"
+            f"no peak is known for {torch.cuda.get_device_name()}: see megazoo/trainer/metrics.py"
         )
     config = replace(find_config(preset), max_positions=length)
     flops = flops_per_token(config, length) * rows * length

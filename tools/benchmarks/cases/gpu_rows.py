@@ -71,8 +71,8 @@ def train(
     """Return the number of layers that fit, the tokens/s of each step, those at the device's peak,
     and the peak of memory in bytes. Two steps before the measurement compile."""
     import megazoo
-    from megazoo.cli.metrics import peak_flops, peak_memory
     from megazoo.models.counts import flops_per_token
+    from megazoo.trainer.metrics import peak_flops, peak_memory
 
     layers = layers_that_fit(preset, length, rows, memory_of(device))
     model = model_of(preset, length, device, layers).compile()

@@ -7,9 +7,6 @@ from pathlib import Path
 
 from megazoo.checkpoint.locks import run_lock
 from megazoo.checkpoint.places import is_step_name
-from megazoo.cli.adapters import NO_WEIGHTS, Weights, check_trained
-from megazoo.cli.flags import flag_of
-from megazoo.cli.options import ModelOptions, Options
 from megazoo.data.text_files import is_streamed
 from megazoo.engine.auxiliary import check_joint_losses, declared_losses
 from megazoo.errors import UserError, any_of
@@ -23,6 +20,9 @@ from megazoo.models.registry import find_config
 from megazoo.models.rules import check_batch, check_layout, check_offload, check_sequence
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.layout import Layout
+from megazoo.settings import flag_of
+from megazoo.trainer.adapters import NO_WEIGHTS, Weights, check_trained
+from megazoo.trainer.options import ModelOptions, Options
 
 AT_LEAST_1 = (
     "tp pp virtual_pp cp ep dp steps epochs global_batch_size micro_batch_size seq_length "

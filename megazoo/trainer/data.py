@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 import torch
 
-from megazoo.cli.run import Run
-from megazoo.cli.run_record import checksums, inputs_of
 from megazoo.data import (
     Batches,
     changes,
@@ -28,6 +26,8 @@ from megazoo.sidecars import GENERATION, is_sidecar
 from megazoo.terminal import note_rank_0, print_rank_0
 from megazoo.tokenizer import tokenizer_files
 from megazoo.tokenizer.templates import with_template
+from megazoo.trainer.record import checksums, inputs_of
+from megazoo.trainer.run import Run
 
 
 class Data(NamedTuple):

@@ -1,10 +1,10 @@
 """Create the optimizer of a run."""
 
-from megazoo.cli.options import Options
 from megazoo.models.base import Model
 from megazoo.optim.adamw import AdamW
 from megazoo.optim.loss_scale import LossScale
 from megazoo.optim.muon import Muon
+from megazoo.trainer.options import Options
 
 
 def make_optimizer(options: Options, model: Model) -> AdamW:

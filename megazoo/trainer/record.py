@@ -24,10 +24,19 @@ from msgspec import Meta
 
 from megazoo.checkpoint.places import named_directory
 from megazoo.checkpoint.writing import json_bytes, write_atomically
-from megazoo.cli.adapters import Weights
-from megazoo.cli.commands import entry
-from megazoo.cli.metrics import append_line
-from megazoo.cli.options import (
+from megazoo.commands import entry
+from megazoo.data.corpus import standard_library_files
+from megazoo.data.text_files import files_of_stream, is_streamed, is_text
+from megazoo.environment import restarts
+from megazoo.errors import UserError
+from megazoo.families.registry import family_of
+from megazoo.files import convert, json_object, read_bytes, reason_of, regular_file
+from megazoo.formats.megatron.source import is_iteration
+from megazoo.gguf_file import names_of_parts
+from megazoo.tokenizer import tokenizer_files
+from megazoo.trainer.adapters import Weights
+from megazoo.trainer.metrics import append_line
+from megazoo.trainer.options import (
     CheckpointOptions,
     DataOptions,
     EvaluationOptions,
@@ -38,15 +47,6 @@ from megazoo.cli.options import (
     TrainingOptions,
     layout_settings,
 )
-from megazoo.data.corpus import standard_library_files
-from megazoo.data.text_files import files_of_stream, is_streamed, is_text
-from megazoo.environment import restarts
-from megazoo.errors import UserError
-from megazoo.families.registry import family_of
-from megazoo.files import convert, json_object, read_bytes, reason_of, regular_file
-from megazoo.formats.megatron.source import is_iteration
-from megazoo.gguf_file import names_of_parts
-from megazoo.tokenizer import tokenizer_files
 
 RECORD, STEPS = "record.json", "steps.jsonl"
 FORMAT = 1

@@ -5,12 +5,12 @@ from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
-from megazoo.cli.adapters import NO_WEIGHTS, Weights
-from megazoo.cli.flags import flag_of
-from megazoo.cli.options import Options
 from megazoo.families.published import pretraining_defaults
 from megazoo.families.registry import FAMILIES, family_of, presets, tiny_preset
 from megazoo.models.counts import parameter_count
+from megazoo.settings import flag_of
+from megazoo.trainer.adapters import NO_WEIGHTS, Weights
+from megazoo.trainer.options import Options
 
 LONGEST = 4096  # tokens of a sequence, for models with more positions
 DEMO_STEPS = 600

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from megazoo.cli.commands import entry, torchrun_line
+from megazoo.commands import entry, torchrun_line
 from megazoo.environment import (
     check_meeting_point,
     is_child_of_launcher,
@@ -103,7 +103,7 @@ def start_missing_ranks(
     report(f"starting {ranks} ranks here, as {torchrun_line(ranks)} would")
     sys.stdout.flush()
     # This imports torch, which --help does not need.
-    from megazoo.cli.launch.local_ranks import LocalRanks, can_fork
+    from megazoo.launching.local_ranks import LocalRanks, can_fork
 
     command = None if can_fork() else [sys.executable, "-u", *entry(), *sys.argv[1:]]
     code = LocalRanks(tp, pp, command, cp, dp, keep_on_interrupt=keep_on_interrupt).run()

@@ -10,13 +10,13 @@ from threading import Event, Thread
 import torch
 import torch.distributed as dist
 
-from megazoo.cli.launch.deaths import name_of
-from megazoo.cli.launch.heartbeat import heartbeat
 from megazoo.environment import (
     is_child_of_launcher,
     is_rank_zero,
     megazoos_launcher,
 )
+from megazoo.launching.deaths import name_of
+from megazoo.launching.heartbeat import heartbeat
 from megazoo.parallel.collectives import all_reduce_over
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.failure import is_of_communication

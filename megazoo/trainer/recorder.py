@@ -9,21 +9,10 @@ from typing import Any
 
 from megazoo import callbacks
 from megazoo.checkpoint import Saver
-from megazoo.cli.launch.elastic import StopSignal, naming_absent_ranks
-from megazoo.cli.metrics import (
-    Metrics,
-    StepLines,
-    kept,
-    peak_flops,
-    peak_memory,
-    traced_steps,
-)
-from megazoo.cli.run import Run
-from megazoo.cli.run_record import Step, begin_record, record_step
-from megazoo.cli.settings import settings_to_resume
 from megazoo.data import Batches
 from megazoo.environment import is_rank_zero
 from megazoo.errors import UserError
+from megazoo.launching.elastic import StopSignal, naming_absent_ranks
 from megazoo.layers.router import expert_loads
 from megazoo.models.base import Model
 from megazoo.models.counts import flops_per_token
@@ -32,6 +21,17 @@ from megazoo.parallel.context import AXES, ParallelContext
 from megazoo.parallel.failure import propagate_errors
 from megazoo.parallel.timing import Stopwatch
 from megazoo.terminal import print_rank_0
+from megazoo.trainer.metrics import (
+    Metrics,
+    StepLines,
+    kept,
+    peak_flops,
+    peak_memory,
+    traced_steps,
+)
+from megazoo.trainer.record import Step, begin_record, record_step
+from megazoo.trainer.run import Run
+from megazoo.trainer.state import settings_to_resume
 
 # Prefix of the names of an evaluation's metrics.
 KEYS = {"validation": "eval", "test": "test"}

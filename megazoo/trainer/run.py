@@ -2,15 +2,10 @@
 
 import math
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 
-from megazoo.cli.defaults import FEW_STEPS, fit_to_rows
-from megazoo.cli.flags import flag_of
-from megazoo.cli.options import DataOptions, default_dtype
-from megazoo.cli.rules import check_steps, settle_steps
-from megazoo.cli.run_record import InputFile
-from megazoo.cli.settings import Settings
 from megazoo.data.dataset import Sources
 from megazoo.data.labels import Labels
 from megazoo.environment import restarts, world_size
@@ -19,12 +14,42 @@ from megazoo.optim.learning_rate import learning_rate
 from megazoo.parallel.agreement import Terms
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.device import choose_device
+from megazoo.settings import flag_of
 from megazoo.tokenizer import Tokenizer
+from megazoo.trainer.adapters import Weights
+from megazoo.trainer.defaults import FEW_STEPS, Defaults, fit_to_rows
+from megazoo.trainer.options import DataOptions, Options, default_dtype
+from megazoo.trainer.record import InputFile
+from megazoo.trainer.rules import check_steps, settle_steps
 
 # Settings of the samples and their order. A resumed run prints those that have changed.
 SAMPLING = "data split seed separate_documents chat_template packing".split()
 # The groups of settings that must be the same on all ranks.
 COMPARED = "parallel training lora optimizer evaluation".split()
+
+
+@dataclass
+class Settings:
+    """The settings of one start of the training program.
+
+    arguments: the command line, with what a restart adds to it. options: its settings, over those
+    of the TOML file, those of the resumed run, and the defaults. weights: the initial weights.
+    resuming: whether a checkpoint's run continues. state: see `resumed_state`. config: the model's.
+    unset: names of settings that neither the user nor the resumed run sets. defaults: the defaults
+    that depend on the model. filled: the flags that take them. of_rows: names of settings that
+    depend on the number of rows, until the data is open.
+    """
+
+    arguments: list[str]
+    options: Options
+    weights: Weights
+    resuming: bool
+    state: dict
+    config: Any
+    unset: set[str]
+    defaults: Defaults
+    filled: list[str]
+    of_rows: set[str]
 
 
 @dataclass

@@ -7,8 +7,6 @@ from typing import NamedTuple
 from megazoo import lora
 from megazoo.checkpoint.ownership import ADAPTER_CONFIG
 from megazoo.checkpoint.places import MANIFEST, find_checkpoint, named_directory
-from megazoo.cli.flags import flag_of
-from megazoo.cli.options import LoRAOptions, Options
 from megazoo.errors import UserError
 from megazoo.files import brief
 from megazoo.formats.source import HoldsAdapters, ModelSource, SavedModel, SavedSource
@@ -19,6 +17,8 @@ from megazoo.models.base import Model
 from megazoo.models.counts import parameter_count, whole_model
 from megazoo.models.outputs import CLASSIFIER_HEAD
 from megazoo.models.pretrained import open_source
+from megazoo.settings import flag_of
+from megazoo.trainer.options import LoRAOptions, Options
 
 
 class Weights(NamedTuple):

@@ -22,13 +22,13 @@ from pathlib import Path
 import torch
 from torch.distributed import TCPStore
 
-from megazoo.cli.launch.deaths import death_by, name_of
-from megazoo.cli.launch.elastic import SAME
-from megazoo.cli.mistakes import user_files
 from megazoo.environment import LAUNCHER_NAMES, LAUNCHER_PREFIXES, of_local_rank
+from megazoo.launching.deaths import death_by, name_of
+from megazoo.launching.elastic import SAME
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.layout import Layout
 from megazoo.terminal import print_error
+from megazoo.user_files import user_files
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 PATIENCE = 30.0  # seconds for ranks to end after one has failed, as in torchrun

@@ -1,0 +1,493 @@
+"""Settings of the training program and of the tools. One set of dataclasses defines the flags,
+their help and the TOML keys.
+
+The docstring of a field is the help of its flag. This module does not import torch, which --help
+does not need.
+"""
+
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+import tyro
+
+from megazoo.environment import world_size
+from megazoo.parallel.layout import Layout
+from megazoo.parallel.schedule import SCHEDULES
+from megazoo.settings import TO_FILL, File, Filled, Name, unset
+
+if TYPE_CHECKING:
+    from megazoo.lora.settings import LoRASettings
+
+Size = Annotated[int | None, unset("INT", "the preset's")]
+Rate = Annotated[float | None, unset("FLOAT", "the preset's")]
+Switch = Annotated[bool | None, unset("{True,False}", "the preset's")]
+ScheduleName = Annotated[str, tyro.conf.arg(metavar=f"{{{','.join(SCHEDULES)},...}}")]
+DtypeName = Literal["float32", "bfloat16", "float16"]
+DTYPES = "{float32,bfloat16,float16}"
+AS_STORED = tyro.conf.arg(metavar=DTYPES, help_behavior_hint="(default: as stored)")
+BY_DEVICE = tyro.conf.arg(
+    metavar=DTYPES, help_behavior_hint="(default: bfloat16 on CUDA, float32 on CPUs)"
+)
+
+
+def default_dtype(device: str) -> DtypeName:
+    """Return the default of --dtype for a new run. device: "cuda" or "cpu"."""
+    return "bfloat16" if device == "cuda" else "float32"
+
+
+@dataclass
+class ModelOptions:
+    """Model to train. Sizes default to those of the preset."""
+
+    preset: Name = None
+    """Preset: the sizes of a published model, such as llama3-8b, or of a tiny model for tests, such
+    as gpt2-tiny. `megazoo models` lists all presets."""
+    model: Name = None
+    """Model family: {families}, or one that --import registers; default: gpt2. Without --preset and
+    --load it selects the family's tiny preset."""
+    import_: Annotated[File, tyro.conf.arg(name="import")] = None
+    """Python file to run before training. It may register a model (megazoo.register) and callbacks
+    after steps, evaluations and saves (megazoo.on_step, on_evaluation, on_save)."""
+    hidden_size: Size = None
+    """Number of features per token."""
+    layers: Size = None
+    """Number of transformer blocks."""
+    heads: Size = None
+    """Number of attention heads. --tp need not divide it, but no rank may get more than 1.25 times
+    the average number of heads."""
+    kv_heads: Size = None
+    """Number of key/value heads (grouped-query attention). They are sharded over --tp like the
+    heads. If --tp exceeds this number, --tp must be a multiple of it and must divide --heads; each
+    key/value head is then replicated on several ranks."""
+    ffn_size: Size = None
+    """Hidden size of the MLP. In GPT-2 it is 4 x --hidden-size. --tp need not divide it."""
+    vocab_size: Size = None
+    """Number of tokens in the vocabulary. --tp need not divide it."""
+    max_positions: Size = None
+    """Maximum sequence length of the model, in tokens. RoPE scaling may extend it."""
+    dropout: Rate = None
+    """Dropout probability of all dropout layers of the model."""
+    tie_embeddings: Switch = None
+    """Share one weight matrix between the embedding and the output head."""
+    num_labels: Annotated[int | None, unset("INT", "the checkpoint's")] = None
+    """Train a sequence classifier with this many labels (1: regression) on JSONL lines with text
+    and label. A language-model head loaded with --load is replaced by a new one."""
+    experts: Size = None
+    """Number of experts of a layer, in a model with experts. --ep must divide it."""
+    experts_per_token: Size = None
+    """Number of experts that each token uses."""
+    expert_size: Size = None
+    """Hidden size of an expert."""
+    router_balance: Annotated[
+        Literal["sequence", "batch", "bias", "none"] | None,
+        unset("{sequence,batch,bias,none}", "that of the model: sequence"),
+    ] = None
+    """How the load of the experts is balanced. sequence: by an auxiliary loss per row, the same in
+    every layout. batch: by the auxiliary loss of transformers, over the whole batch; it needs
+    --schedule gpipe or one micro-batch. bias: by a bias that only chooses experts, without a loss.
+    none: not at all."""
+    router_aux_loss_coef: Annotated[float | None, unset("FLOAT", "that of the model")] = None
+    """Factor of the auxiliary loss that balances the load of the experts."""
+    router_z_loss_coef: Annotated[float | None, unset("FLOAT", "that of the model")] = None
+    """Factor of an auxiliary loss that keeps the logits of the routers near 0: the mean over the
+    tokens of log(sum(exp(logits)))^2."""
+    router_bias_rate: Annotated[float | None, unset("FLOAT", "that of the model")] = None
+    """Change of the bias per step, with --router-balance bias."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelOptions(Layout):
+    """Parallel layout: how the work is divided among ranks."""
+
+    dp: Annotated[int | None, unset("INT", "number of ranks / (tp x pp x cp)")] = None
+    """Data-parallel size: number of replicas of the model, each of tp x pp x cp ranks. Without a
+    launcher, the program starts the ranks of all replicas on this machine (default: one replica).
+    Under a launcher such as torchrun, the default is the only valid value."""
+    sequence_parallel: Annotated[
+        bool | None, unset("", "on for CUDA with tp above 1, otherwise off")
+    ] = None
+    """Split the activations between tensor-parallel layers along the sequence. Their memory, and
+    the computation between the layers, fall to 1 / tp. --no-sequence-parallel turns it off."""
+    schedule: ScheduleName = "1f1b"
+    """Pipeline schedule: one of these, or one that --import registers. zb-h1 (zero bubble) delays
+    weight gradients into idle time: one third of the 1F1B bubble, but more memory on later stages.
+    zb-v, v-half, v-min and dualpipe-v have two stages per rank, the first rank the first and the
+    last stage. zb-v: a sixth of the 1F1B bubble, and the memory of 1F1B's first rank on every rank.
+    v-half: half of the bubble and of the memory. v-min: two thirds of the bubble and a third of the
+    memory. dualpipe-v: a sixth of the bubble; it pairs a forward with a full backward."""
+    stage_layers: str = "balanced"
+    """How layers are assigned to pipeline stages. balanced: by estimated cost. uniform: by number
+    of layers. Or the number of layers of each stage, such as 5,6,6,5."""
+    folded: ClassVar = ()
+    offload_optimizer: bool = False
+    """Store the optimizer's state in CPU memory, and run the update on the CPU."""
+    timeout: float = 600.0
+    """Seconds to wait for another rank before the job is aborted. The error names the missing rank.
+    """
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device to run on. auto: cuda if every local rank can have its own GPU, otherwise cpu."""
+
+    def __post_init__(self):
+        """Check nothing yet: `layout` does, when all settings are known."""
+
+    @property
+    def replica(self) -> int:
+        """The number of ranks per replica."""
+        return self.tp * self.pp * self.cp
+
+    def layout(self, dp: int) -> Layout:
+        """Return the layout. dp: the data-parallel size."""
+        kind = next(base for base in type(self).__mro__ if not issubclass(base, ParallelOptions))
+        values = {name: getattr(self, name) for name in layout_settings(kind)}
+        return kind(**values, dp=dp)
+
+
+def layout_settings(kind: type[Layout] = Layout) -> list[str]:
+    """Return the names of the settings of a layout except dp, which follows from the ranks."""
+    return [f.name for f in fields(kind) if f.name not in ("dp", "folded")]
+
+
+def parallel_options(kind: type[Layout]) -> type[ParallelOptions]:
+    """Return `ParallelOptions` with a flag for each further field of a subclass of Layout."""
+    own = {"__doc__": ParallelOptions.__doc__, "__annotations__": {}}
+    made = type("ParallelOptions", (ParallelOptions, kind), own)
+    return dataclass(frozen=True, kw_only=True)(made)
+
+
+@dataclass
+class TrainingOptions:
+    """Length of the run, batch sizes and precision."""
+
+    steps: Annotated[
+        Filled[int],
+        unset(
+            "INT",
+            "600 for a tiny preset from random weights and for mock data, otherwise one epoch",
+        ),
+    ] = TO_FILL
+    """Total number of optimizer steps, including those before a resume."""
+    epochs: Annotated[
+        int | None,
+        unset("INT", "1, or up to 3 for fine-tuning, unless --steps is set or has a default"),
+    ] = None
+    """Length of the run in passes over the training data, instead of --steps. The last batch may
+    contain some samples of the next pass."""
+    global_batch_size: Annotated[
+        Filled[int],
+        unset(
+            "INT",
+            "32 for a tiny preset from random weights, at most 32 for fine-tuning, otherwise that "
+            "of the preset's pretraining, or of GPT-3's model of this size; a multiple of dp",
+        ),
+    ] = TO_FILL
+    """Sequences per optimizer step, over all replicas and micro-batches."""
+    micro_batch_size: Annotated[
+        Filled[int],
+        unset(
+            "INT",
+            "16 for a tiny preset from random weights, otherwise 1; at most a replica's share",
+        ),
+    ] = TO_FILL
+    """Sequences per micro-batch: the unit of one forward and backward pass."""
+    seq_length: Annotated[
+        Filled[int],
+        unset(
+            "INT",
+            "128 for a tiny preset from random weights, otherwise the model's maximum, at most "
+            "4096",
+        ),
+    ] = TO_FILL
+    """Tokens per sequence."""
+    dtype: Annotated[Filled[DtypeName], BY_DEVICE] = TO_FILL
+    """Data type of weights and activations. bfloat16 and float16 use fp32 master weights, gradients
+    and moments; float16 also uses a dynamic loss scale. A resumed run keeps its data type."""
+    fp32_precision: Literal["tf32", "ieee"] = "tf32"
+    """Precision of float32 matrix products on CUDA. tf32: tensor cores, 10-bit mantissa, several
+    times faster. ieee: full float32, as on CPUs."""
+    initial_loss_scale: float = 65536.0
+    """Initial loss scale of a float16 run."""
+    loss_scale_window: int = 1000
+    """Number of consecutive steps without overflow after which the loss scale doubles."""
+    hysteresis: int = 2
+    """Number of overflows before the loss scale is halved. The overflow that halves it counts."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Recompute activations in the backward pass instead of storing them. selective: attention and
+    the activation function of the MLPs. full: whole layers."""
+    recompute_interval: int = 1
+    """Number of layers that --recompute full recomputes as one unit."""
+    compile: bool = False
+    """Run the layers with torch.compile. The start takes a minute or so longer; steps are faster.
+    """
+    train_only: Annotated[str | None, unset("PATTERN", "everything, or the adapters")] = None
+    """Regular expression: train only the parameters whose names match, and freeze all others.
+    Examples: head, norm, layers[.]3[.], or several: "head|norm". Frozen parameters get no gradient,
+    no optimizer state and no weight decay."""
+    seed: int = 1234
+    """Seed for the initial weights, the order of the samples, and dropout. Without dropout, the run
+    is the same in any parallel layout, up to rounding."""
+
+
+@dataclass
+class LoRAOptions:
+    """Low-rank adapters (LoRA). The weights of --load are frozen, and only adapters of some
+    matrices are trained."""
+
+    lora_rank: Annotated[int | None, unset("INT", "no adapters")] = None
+    """Rank of new LoRA adapters. 0: no adapters."""
+    lora_alpha: Annotated[float | None, unset("FLOAT", "16")] = None
+    """Scale of the adapters: their output is multiplied by --lora-alpha / --lora-rank."""
+    lora_dropout: Annotated[float | None, unset("FLOAT", "0")] = None
+    """Dropout probability on the inputs of the adapters."""
+    lora_targets: Annotated[str | None, unset("NAMES", "q,v")] = None
+    """Layers to adapt, separated by commas: q, k, v, output, gate, up, down, or their Hugging Face
+    names; or all-linear. Experts and routers are moe.gate_up, moe.down and router. If the Hugging
+    Face model has one matrix for q, k and v, as in GPT-2, each of the names q, k and v selects that
+    matrix."""
+    lora_rslora: Annotated[bool | None, unset("", "off")] = None
+    """Scale the output of the adapters by --lora-alpha / sqrt(--lora-rank) (rank-stabilized LoRA).
+    --no-lora-rslora turns it off."""
+    lora_load: File = None
+    """Start from existing LoRA adapters: a PEFT directory, or a checkpoint of a LoRA run, which is
+    resumed. The base model comes from --load; by default from the checkpoint."""
+
+    @property
+    def settings(self) -> "LoRASettings | None":
+        """The adapter settings that the flags describe; None without adapters."""
+        from megazoo.lora.settings import LoRASettings
+
+        if not self.lora_rank:
+            return None
+        given = {name.removeprefix("lora_"): value for name, value in self.given.items()}
+        return replace(LoRASettings(), **given)
+
+    @property
+    def given(self) -> dict:
+        """The adapter settings that were given. Omitted flags are not included."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "lora_load"}
+        given = {name: value for name, value in values.items() if value is not None}
+        if "lora_targets" in given:
+            names = given["lora_targets"].split(",")
+            given["lora_targets"] = tuple(name.strip() for name in names)
+        return given
+
+
+@dataclass
+class OptimizerOptions:
+    """The optimizer, its learning rate and clipping."""
+
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """Optimizer. muon: Muon with --muon-lr for the matrices of linear layers, AdamW with --lr for
+    all other parameters."""
+    lr: Annotated[
+        Filled[float],
+        unset(
+            "FLOAT",
+            "fine-tuning: 2e-4 with LoRA, 1e-5 for all weights; otherwise that of the preset's "
+            "pretraining, or of GPT-3's model of this size; 1e-3 for a tiny preset",
+        ),
+    ] = TO_FILL
+    """Peak learning rate. The run prints the default that it uses when it starts."""
+    muon_lr: Annotated[Filled[float], unset("FLOAT", "2e-2; fine-tuning needs a value")] = TO_FILL
+    """Peak learning rate of Muon. It follows the schedule of --lr."""
+    muon_momentum: float = 0.95
+    """Momentum of Muon (Nesterov)."""
+    ns_steps: int = 5
+    """Number of Newton-Schulz iterations in Muon."""
+    ns_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Data type of the Newton-Schulz iterations. auto: float32 on CPUs, bfloat16 on CUDA."""
+    min_lr: Annotated[Filled[float], unset("FLOAT", "--lr / 10")] = TO_FILL
+    """Final learning rate after decay."""
+    lr_schedule: Annotated[
+        Filled[Literal["cosine", "linear", "constant", "wsd"]],
+        unset(
+            "{cosine,linear,constant,wsd}",
+            "linear for a tiny preset from random weights, otherwise cosine",
+        ),
+    ] = TO_FILL
+    """Decay of the learning rate after the warm-up. wsd (warmup-stable-decay): constant, then
+    linear decay over the last fifth."""
+    warmup_steps: Annotated[
+        Filled[int],
+        unset("INT", "3 % of the steps, 10 % for a tiny preset from random weights; at most 2000"),
+    ] = TO_FILL
+    """Number of warm-up steps, in which the learning rate rises linearly from 0."""
+    lr_decay_steps: Annotated[
+        Filled[int], unset("INT", "--steps; in a resumed run, that of the checkpoint")
+    ] = TO_FILL
+    """Step at which the learning rate reaches --min-lr."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay. Biases and norms have none."""
+    clip_grad: float = 1.0
+    """Maximum global gradient norm. 0: no clipping."""
+    beta1: float = 0.9
+    """Decay rate of Adam's first moment."""
+    beta2: float = 0.95
+    """Decay rate of Adam's second moment."""
+
+
+@dataclass
+class DataOptions:
+    """Training data."""
+
+    data: tuple[str, ...] = ("stdlib",)
+    """Training data: one source, or alternating weights and sources, such as 0.7 a 0.3 b. A source
+    is a file of texts or conversations (.jsonl, .json, .txt, .parquet), the prefix of token files
+    of `megazoo preprocess`, or stdlib, the source of this machine's Python (about 12 MB).
+
+    Token files of Megatron-LM have the same format. The objects of a JSONL file, or of a .json file
+    that is an array, have text, prompt and completion, messages, conversations (ShareGPT), or
+    instruction and output (Alpaca). A .parquet file has such columns; with the column text, it is
+    streamed by the package datasets and tokenized during training, as are stream:FILES and
+    hf://datasets/... A .txt file has one document per paragraph. The tokens of other files are
+    cached next to them. In prompts with completions, only the completions count in the loss, and in
+    conversations only the assistant messages. A classifier needs JSONL with text, label and
+    optionally text_pair."""
+    split: str = "95,5"
+    """Proportions of the documents for training, validation and, optionally, a test at the end of
+    the run."""
+    tokenizer: Annotated[
+        str | None, unset("NAME", "that of the model of --load, otherwise byte")
+    ] = None
+    """Tokenizer: byte (one token per byte, plus one that ends a document); a directory or file of a
+    tokenizer; or org/name on the Hugging Face hub. See docs/data.md."""
+    separate_documents: bool = False
+    """Do not let documents in one packed sample attend to each other. Positions restart in each
+    document."""
+    chat_template: Annotated[str | None, unset("chatml|TEXT|FILE", "the tokenizer's")] = None
+    """Chat template of conversations: chatml, a .jinja file, or the text of one message with {role}
+    and {content}. It is saved with the model. Conversations need one."""
+    packing: bool = False
+    """Pack several conversations into one sequence; they do not attend to each other. Otherwise
+    each conversation is one row, padded to the longest in its batch."""
+    mock_data: bool = False
+    """Train on random tokens, for benchmarks. No tokenizer is needed."""
+    data_workers: int = 1
+    """Number of threads that prepare batches in advance. 0: prepare each batch when it is needed.
+    """
+
+
+@dataclass
+class VerifyOption:
+    """Option of every program that reads a model."""
+
+    verify: bool = True
+    """Check the files of a checkpoint against its checksums while reading them."""
+
+
+@dataclass
+class CheckpointOptions(VerifyOption):
+    """Checkpoints. They load in any parallel layout."""
+
+    save: File = None
+    """Directory for checkpoints. One is written at the end of the run, and when SIGTERM or SIGUSR1
+    stops it.
+
+    A run that torchrun restarts (--max-restarts) resumes from the latest checkpoint."""
+    save_interval: int = 0
+    """Steps between checkpoints. 0: only at the end."""
+    async_save: bool = False
+    """Write checkpoints in the background, from a copy in memory, while training continues."""
+    keep_last: int = 0
+    """Number of most recent checkpoints to keep in the directory. 0: all."""
+    on_save_error: Literal["stop", "continue"] = "stop"
+    """What to do when a checkpoint cannot be written, for example because the disk is full. stop:
+    end the run. continue: print a warning and continue training."""
+    load: File = None
+    """Checkpoint or model to start from. A directory of --save, or one step in it, resumes the run.
+    A Hugging Face directory, org/name[@revision] on the Hugging Face hub, a Megatron-LM checkpoint
+    or a GGUF file starts a new run from its weights.
+
+    With --lora-rank or --lora-load, this is the base model of the adapters."""
+    load_weights_only: bool = False
+    """Load only the weights of --load, and start a new run with them."""
+
+
+@dataclass
+class EvaluationOptions:
+    """Evaluation on validation and test data."""
+
+    eval_interval: int = 100
+    """Steps between evaluations. 0: only at the end."""
+    eval_steps: int = 20
+    """Largest number of batches per evaluation. 0: no evaluation. The evaluation ends earlier if
+    the data has fewer batches, so that no row counts more than once. The sources of a blend are
+    sampled by their weights."""
+
+
+@dataclass
+class LoggingOptions:
+    """Progress lines, metrics and profiles."""
+
+    log_interval: int = 10
+    """Steps between progress lines on the terminal."""
+    metrics: File = None
+    """File to append metrics to, one JSON object per step."""
+    record: File = None
+    """Directory for a reproducibility record: settings, checksums of the inputs, versions, and the
+    loss of every step. `megazoo check run` repeats the run in any parallel layout."""
+    tensorboard: File = None
+    """Directory for TensorBoard logs of the same metrics."""
+    wandb: Name = None
+    """Weights & Biases project for the same metrics. WANDB_MODE=offline stores them locally."""
+    trackio: Name = None
+    """trackio project for the same metrics; `trackio show` plots them. They stay on this machine,
+    unless TRACKIO_SPACE_ID names a Space on the Hugging Face hub."""
+    peak_tflops: Annotated[float | None, unset("FLOAT", "the device's in bf16, where known")] = None
+    """Peak TFLOP/s of one device, used to compute MFU (model FLOPs utilization)."""
+    profile: File = None
+    """Directory for a trace of a few steps of each rank. Open it in Perfetto or chrome://tracing.
+    """
+    profile_steps: tuple[int, int] = (3, 5)
+    """First and last step to profile with --profile, counted from the start of this run."""
+
+
+@dataclass
+class Options:
+    """All settings, by group. Flags and TOML keys do not include the group."""
+
+    # The flags of --help, in this order. --help-all has all flags. (): both are the same.
+    FIRST: ClassVar[tuple[str, ...]] = (
+        "preset",
+        "load",
+        "data",
+        "tokenizer",
+        "save",
+        "steps",
+        "lr",
+        "global_batch_size",
+        "seq_length",
+        "tp",
+        "pp",
+        "lora_rank",
+    )
+    data: tyro.conf.OmitArgPrefixes[DataOptions] = field(default_factory=DataOptions)
+    training: tyro.conf.OmitArgPrefixes[TrainingOptions] = field(default_factory=TrainingOptions)
+    checkpoint: tyro.conf.OmitArgPrefixes[CheckpointOptions] = field(
+        default_factory=CheckpointOptions
+    )
+    model: tyro.conf.OmitArgPrefixes[ModelOptions] = field(default_factory=ModelOptions)
+    optimizer: tyro.conf.OmitArgPrefixes[OptimizerOptions] = field(default_factory=OptimizerOptions)
+    parallel: tyro.conf.OmitArgPrefixes[ParallelOptions] = field(default_factory=ParallelOptions)
+    lora: tyro.conf.OmitArgPrefixes[LoRAOptions] = field(default_factory=LoRAOptions)
+    evaluation: tyro.conf.OmitArgPrefixes[EvaluationOptions] = field(
+        default_factory=EvaluationOptions
+    )
+    logging: tyro.conf.OmitArgPrefixes[LoggingOptions] = field(default_factory=LoggingOptions)
+    config: File = None
+    """TOML file of settings. Its keys are the flags with underscores. Flags override it."""
+    dry_run: bool = False
+    """Print the plan of the run (memory, communication, bubble) and its settings, without training.
+    """
+    print_config: bool = False
+    """Print the settings of the run as a TOML file for --config, without training."""
+
+    @property
+    def replicas(self) -> int:
+        """The data-parallel size: --dp, or derived from the number of ranks of the launcher."""
+        return self.parallel.dp or max(1, world_size() // max(1, self.parallel.replica))
+
+    @property
+    def values(self) -> dict:
+        """The settings of all groups, by the names of the flags with underscores."""
+        groups = filter(is_dataclass, vars(self).values())
+        return {f.name.rstrip("_"): getattr(each, f.name) for each in groups for f in fields(each)}

@@ -1,0 +1,128 @@
+"""The state of a training run in trainer.json, and its schema."""
+
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+from megazoo.checkpoint import Checkpoint
+from megazoo.checkpoint.places import TRAINER
+from megazoo.checkpoint.schema import Count, checked_state
+from megazoo.errors import UserError
+from megazoo.files import brief
+from megazoo.settings import typed_settings
+from megazoo.trainer.options import (
+    DataOptions,
+    EvaluationOptions,
+    OptimizerOptions,
+    Options,
+    TrainingOptions,
+)
+
+RunId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}\Z")]
+OutputName = Annotated[str, Meta(pattern=r"^[a-z_]{1,64}\Z")]
+# The id or name of a run of a metrics output, which may make it the name of a file.
+MetricRun = Annotated[str, Meta(pattern=r"^(?!\.+\Z)[^/\\\x00-\x1f\x7f]{1,200}\Z")]
+
+
+# The groups of settings that a checkpoint stores. Those of the model and the adapters are in its
+# manifest. The layout, the checkpoints and the logging may differ for each start.
+KEPT = (TrainingOptions, OptimizerOptions, DataOptions, EvaluationOptions)
+
+
+@dataclass
+class StreamPosition:
+    """The position at which a streamed source resumes: see `megazoo.data.streaming.Position`."""
+
+    sample: Count
+    epoch: Count
+    document: Count
+    tokens: Count
+    state: dict[str, Any] | None
+    version: Annotated[str, Meta(max_length=100)] = ""
+
+
+@dataclass
+class DataSource:
+    """The fingerprint of a data source, and its position if it is streamed."""
+
+    source: str
+    bytes: Count
+    documents: Count
+    checksum: Count
+    position: StreamPosition | None = None
+
+
+@dataclass
+class TrainingState:
+    """The state of the training program in trainer.json.
+
+    settings: see `megazoo.cli.settings.settings_to_resume`. metric_runs: the runs of metrics
+    outputs by the name of the output. wandb_run, trackio_run: the same in earlier checkpoints.
+    """
+
+    step: Count
+    consumed_samples: Count
+    consumed_tokens: Count
+    settings: dict[str, Any]
+    metric_runs: dict[OutputName, MetricRun] = field(default_factory=dict)
+    wandb_run: MetricRun | None = None
+    trackio_run: MetricRun | None = None
+    run: RunId | None = None
+    data: list[DataSource] | None = None
+
+
+def read_state(trainer: dict, file: Path) -> dict:
+    """Return the contents of a trainer.json with the runs of all metrics outputs in `metric_runs`.
+    UserError names `file`."""
+    state = checked_state(trainer, TrainingState, file)
+    earlier = {"wandb": state.wandb_run, "trackio": state.trackio_run}
+    runs = {name: run for name, run in earlier.items() if run} | state.metric_runs
+    return {**trainer, "metric_runs": runs}
+
+
+def resumed_state(checkpoint: Checkpoint | None) -> dict:
+    """Return the state of a run: its step, samples and tokens consumed, and settings.
+
+    Without a checkpoint, it is the initial state. UserError if the checkpoint is not from a
+    training run.
+    """
+    if checkpoint is None:
+        return {"step": 0, "consumed_samples": 0, "consumed_tokens": 0, "settings": {}}
+    missing = {"step", "consumed_samples", "consumed_tokens", "settings"} - set(checkpoint.trainer)
+    if missing:
+        raise UserError(
+            f"{checkpoint.path} is not from a training run: trainer.json has no {min(missing)}; "
+            "--load-weights-only starts a new run with its weights"
+        )
+    file = checkpoint.path / TRAINER
+    state = read_state(checkpoint.trainer, file)
+    _check_kept(state["settings"], file)
+    return {**state, "settings": typed_settings(Options, state["settings"], str(file))}
+
+
+def _check_kept(settings: dict, file: Path) -> None:
+    """Raise UserError for settings that no checkpoint stores, above all paths of outputs.
+
+    Unknown settings also raise an error, because omitting one might change the computation.
+    `CommandLine` checks the types and ranges of valid settings.
+    """
+    kept = [f.name for group in KEPT for f in fields(group)]
+    for name, value in settings.items():
+        if name not in kept:
+            name = name if name.isidentifier() else brief(name)
+            raise UserError(f"{file}: settings has {name}, which a checkpoint must not contain")
+        if name == "tokenizer" and value != "byte":
+            raise UserError(
+                f"{file}: tokenizer is {brief(value)}: a checkpoint may only name byte, "
+                "or contain the files of a tokenizer"
+            )
+
+
+def settings_to_resume(options: Options) -> dict:
+    """Return the settings that a checkpoint stores to resume the run: those of the groups in KEPT,
+    without layout, logging and checkpoints."""
+    groups = (options.training, options.optimizer, options.data, options.evaluation)
+    settings = {f.name: getattr(group, f.name) for group in groups for f in fields(group)}
+    return {name: value for name, value in settings.items() if value is not None}
