@@ -5,7 +5,9 @@ made by its dataclass. Nothing here imports torch, which --help does not need.
 """
 
 import contextlib
-from dataclasses import MISSING, Field, fields, is_dataclass, replace
+import math
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import (
     TYPE_CHECKING,
@@ -36,10 +38,102 @@ def mandatory(metavar: str) -> Any:
     return tyro.conf.arg(metavar=metavar, help_behavior_hint="(required)")
 
 
+@dataclass(frozen=True)
+class Setting:
+    """What is declared about a setting, in addition to its type, default and help.
+
+    Rules, records, resumed runs, the agreement of ranks, settings files and translations read it.
+
+    Attributes:
+        least, most: Smallest and largest number. None: 10**12 for integers.
+        below: Bound that a number must stay below.
+        longest: Largest number of characters of a text.
+        output: Whether it names something that the run writes.
+        result: Whether it changes what a run computes. An output never does.
+        kept: Whether a checkpoint stores it for a resumed run.
+        in_manifest: Whether the manifest of a checkpoint stores it.
+        may_change: Whether a resumed run may have another value and still be the same run.
+        samples: Whether it selects the samples or their order.
+        agreed: Whether it must be the same on all ranks.
+        follows: Whether its default follows from other settings.
+        instead_of: Setting that it replaces.
+        in_files: Whether it may be in a settings file.
+        megatron, trainer, torchtitan: Names in Megatron-LM, the transformers Trainer and
+            torchtitan, separated by semicolons. Words after a name are the value to write, or in
+            brackets a difference in meaning.
+    """
+
+    least: float = 0
+    most: float | None = None
+    below: float = math.inf
+    longest: int | None = None
+    output: bool = False
+    result: bool = True
+    kept: bool = False
+    in_manifest: bool = False
+    may_change: bool = False
+    samples: bool = False
+    agreed: bool = False
+    follows: bool = False
+    instead_of: str | None = None
+    in_files: bool = True
+    megatron: str = ""
+    trainer: str = ""
+    torchtitan: str = ""
+
+    def __post_init__(self):
+        if self.output:
+            object.__setattr__(self, "result", False)  # the dataclass is frozen
+
+
+class about:
+    """Declares attributes of a `Setting`: in the annotation of a field, in the metadata of a field
+    under "about", or for all fields of a group in its class attribute ABOUT."""
+
+    def __init__(self, **values: Any):
+        self.values = values
+
+
+@cache
+def described(kind: type) -> dict[str, Setting]:
+    """Return what is declared about every setting of a dataclass, those of its groups included."""
+    found, hints = {}, get_type_hints(kind, include_extras=True)
+    for f in fields(kind):
+        if group := group_of(f):
+            found |= described(group)
+            continue
+        values = dict(getattr(kind, "ABOUT", about()).values) | f.metadata.get("about", {})
+        for part in get_args(hints[f.name])[1:]:
+            values |= part.values if isinstance(part, about) else {}
+        found[f.name.rstrip("_")] = Setting(**values)
+    return found
+
+
+def check_value(setting: Setting, name: str, value: Any, origin: str = "") -> None:
+    """Raise UserError if the value of a setting is out of its range. origin: the file it is in."""
+    name = f"{origin}: {name}" if origin else flag_of(name)
+    if setting.longest and value and len(value) > setting.longest:
+        raise UserError(f"{name} has {len(value)} characters: use at most {setting.longest}")
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return
+    if setting.least == 1 and value < 1:
+        raise UserError(f"{name} {value} must be at least 1")
+    if not math.isfinite(value) or value < setting.least:
+        raise UserError(f"{name} {value} must be {setting.least:g} or more")
+    if value >= setting.below:
+        raise UserError(f"{name} {value} must be below {setting.below:g}")
+    most = setting.most or (MOST if isinstance(value, int) else math.inf)
+    if value > most:
+        limit = f"{most:,}" if isinstance(most, int) else f"{most:g}"
+        raise UserError(f"{name} {brief(value)} must be at most {limit}")
+
+
+# Far above the needs of any run, and small enough that no value computed from them overflows.
+MOST = 10**12
 SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 
 
-# Settings that are None until `cli.defaults` sets them, before a run reads them.
+# Settings that are None until `trainer.defaults` sets them, before a run reads them.
 T = TypeVar("T")
 
 
@@ -58,7 +152,8 @@ Name = Annotated[str | None, unset("NAME")]
 Text = Annotated[str | None, unset("TEXT", "none")]
 
 
-File = Annotated[Path | None, unset("PATH", "none")]
+File = Annotated[Path | None, unset("PATH", "none")]  # to read
+OutputFile = Annotated[Path | None, unset("PATH", "none"), about(output=True)]
 
 
 Source = Positional[Annotated[Path | None, mandatory("SOURCE")]]
@@ -89,8 +184,18 @@ def kinds_of(kind: type) -> dict:
         if group := group_of(f):
             kinds |= kinds_of(group)
         else:
-            kinds[f.name.rstrip("_")] = hints[f.name]
+            kinds[f.name.rstrip("_")] = _without_about(hints[f.name])
     return kinds
+
+
+def _without_about(kind) -> Any:
+    """Return a type without the declarations of `about` in its annotation."""
+    if get_origin(kind) is not Annotated:
+        return kind
+    bare, *parts = get_args(kind)
+    for part in parts:
+        bare = bare if isinstance(part, about) else Annotated[bare, part]
+    return bare
 
 
 def group_of(field: Field) -> type | None:

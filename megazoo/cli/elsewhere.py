@@ -4,120 +4,31 @@ import re
 from collections.abc import Iterable
 
 from megazoo.errors import nearest
+from megazoo.settings import described, flag_of
+from megazoo.trainer.options import Options
 
-# Foreign flag -> megazoo flag; in brackets, if the value has another meaning. Flags of torchtitan
-# have a section and a dot.
-MEGATRON = {
-    "tensor-model-parallel-size": "--tp",
-    "pipeline-model-parallel-size": "--pp",
-    "context-parallel-size": "--cp",
-    "expert-model-parallel-size": "--ep",
-    "num-experts": "--experts",
-    "moe-router-topk": "--experts-per-token",
-    "moe-ffn-hidden-size": "--expert-size",
-    "moe-router-load-balancing-type": "--router-balance",
-    "moe-aux-loss-coeff": "--router-aux-loss-coef",
-    "moe-z-loss-coeff": "--router-z-loss-coef",
-    "num-virtual-stages-per-pipeline-rank": "--virtual-pp",
-    "num-layers-per-virtual-pipeline-stage": "--virtual-pp (stages per rank)",
-    "use-distributed-optimizer": "--zero 1",
-    "optimizer-cpu-offload": "--offload-optimizer",
-    "num-layers": "--layers",
-    "num-attention-heads": "--heads",
-    "num-query-groups": "--kv-heads",
-    "ffn-hidden-size": "--ffn-size",
-    "max-position-embeddings": "--max-positions",
-    "hidden-dropout": "--dropout",
-    "attention-dropout": "--dropout",
-    "train-iters": "--steps",
-    "train-samples": "--steps (samples / global-batch-size)",
-    "eval-iters": "--eval-steps",
-    "lr-decay-style": "--lr-schedule",
-    "lr-decay-iters": "--lr-decay-steps",
-    "lr-warmup-iters": "--warmup-steps",
-    "lr-warmup-fraction": "--warmup-steps (a number of steps, not a fraction)",
-    "adam-beta1": "--beta1",
-    "adam-beta2": "--beta2",
-    "muon-momentum-beta": "--muon-momentum",
-    "bf16": "--dtype bfloat16",
-    "fp16": "--dtype float16",
-    "recompute-activations": "--recompute selective",
-    "recompute-granularity": "--recompute",
-    "recompute-num-layers": "--recompute-interval",
-    "data-path": "--data",
-    "tokenizer-type": "--tokenizer (byte, or a directory or file)",
-    "tokenizer-model": "--tokenizer",
-    "vocab-file": "--tokenizer (the directory of vocab.json and merges.txt)",
-    "merge-file": "--tokenizer (the directory of vocab.json and merges.txt)",
-    "untie-embeddings-and-output-weights": "--tie-embeddings False",
-    "cp-comm-type": "--cp-method",
-    "pipeline-model-parallel-layout": "--stage-layers",
-    "muon-num-ns-steps": "--ns-steps",
-    "use-checkpoint-args": "--load",
-    "log-params-norm": "--metrics FILE",
-    "num-workers": "--data-workers",
-    "reset-attention-mask": "--separate-documents",
-    "tensorboard-dir": "--tensorboard",
-    "wandb-project": "--wandb",
-    "distributed-timeout-minutes": "--timeout (in seconds)",
-    "finetune": "--load-weights-only",
-}
-TRAINER = {
-    "model-name-or-path": "--load",
-    "resume-from-checkpoint": "--load",
-    "output-dir": "--save",
-    "per-device-train-batch-size": "--micro-batch-size",
-    "gradient-accumulation-steps": "--global-batch-size (micro-batch-size x dp x accumulation)",
-    "learning-rate": "--lr",
-    "max-steps": "--steps",
-    "num-train-epochs": "--epochs",
-    "lr-scheduler-type": "--lr-schedule",
-    "warmup-ratio": "--warmup-steps (a number of steps, not a fraction)",
-    "max-grad-norm": "--clip-grad",
-    "logging-steps": "--log-interval",
-    "save-steps": "--save-interval",
-    "save-total-limit": "--keep-last",
-    "gradient-checkpointing": "--recompute full",
-    "torch-compile": "--compile",
-    "train-file": "--data",
-    "dataset-name": "--data (files)",
-    "block-size": "--seq-length",
-    "max-seq-length": "--seq-length",
-    "dataloader-num-workers": "--data-workers",
-    "optim": "--optimizer",
-    "lora-r": "--lora-rank",
-    "lora-target-modules": "--lora-targets",
-    "report-to": "--tensorboard or --wandb or --trackio",
-}
-TORCHTITAN = {
-    "job.config-file": "--config",
-    "parallelism.tensor-parallel-degree": "--tp",
-    "parallelism.pipeline-parallel-degree": "--pp",
-    "parallelism.context-parallel-degree": "--cp",
-    "parallelism.data-parallel-shard-degree": "--zero 1",
-    "parallelism.expert-parallel-degree": "--ep",
-    "parallelism.pipeline-parallel-schedule": "--schedule",
-    "training.steps": "--steps",
-    "training.seq-len": "--seq-length",
-    "training.local-batch-size": "--micro-batch-size and --global-batch-size",
-    "training.global-batch-size": "--global-batch-size",
-    "training.max-norm": "--clip-grad",
-    "training.mixed-precision-param": "--dtype",
-    "optimizer.lr": "--lr",
-    "optimizer.weight-decay": "--weight-decay",
-    "lr-scheduler.warmup-steps": "--warmup-steps",
-    "activation-checkpoint.mode": "--recompute",
-    "checkpoint.folder": "--save",
-    "checkpoint.interval": "--save-interval",
-    "compile.enable": "--compile",
-    "metrics.log-freq": "--log-interval",
-    "profiling.enable-profiling": "--profile DIR",
-}
 OTHER = {
     "batch-size": "--micro-batch-size (per forward pass) or --global-batch-size (per step)",
+    "training.local-batch-size": "--micro-batch-size and --global-batch-size",
+    "report-to": "--tensorboard or --wandb or --trackio",
     "ranks": "--dp (replicas; the number of ranks is tp x pp x cp x dp), or --gpus to search",
     "fsdp": "--zero 1 (it shards the optimizer state; sharded parameters are not supported)",
 }
+
+
+def _declared(library: str) -> dict[str, str]:
+    """Return the flags of a library with what to write instead: a flag, and the words after it."""
+    return {
+        name: f"{flag_of(setting)} {words}".rstrip()
+        for setting, about in described(Options).items()
+        for text in filter(None, getattr(about, library).split("; "))
+        for name, _, words in [text.partition(" ")]
+    }
+
+
+# Foreign flag -> megazoo flag; in brackets, if the value has another meaning. Flags of torchtitan
+# have a section and a dot.
+MEGATRON, TRAINER, TORCHTITAN = map(_declared, ("megatron", "trainer", "torchtitan"))
 KNOWN = {**TORCHTITAN, **TRAINER, **MEGATRON, **OTHER}
 
 # What needs no flag, and why.

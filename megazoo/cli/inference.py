@@ -20,14 +20,14 @@ from megazoo.models.pretrained import load_weights
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.device import choose_device, set_fp32_precision
 from megazoo.parallel.layout import Layout
-from megazoo.settings import File, Name, Source
+from megazoo.settings import File, Name, Source, check_value, described
 from megazoo.terminal import note_rank_0, print_error
 from megazoo.tokenizer import Tokenizer, open_tokenizer
 from megazoo.tokenizer.templates import chat_templates_in
 from megazoo.trainer.adapters import open_with_base
 from megazoo.trainer.classifier import with_pad_token
-from megazoo.trainer.options import AS_STORED, VerifyOption
-from megazoo.trainer.rules import check_expert_parallel, check_value
+from megazoo.trainer.options import AS_STORED, ParallelOptions, VerifyOption
+from megazoo.trainer.rules import check_expert_parallel
 from megazoo.trainer.tokenizer import find_tokenizer
 
 
@@ -149,7 +149,7 @@ def _data_parallel_size(options: InferenceOptions) -> int:
         UserError: A size is invalid, or the number of ranks does not fit.
     """
     dp = data_parallel_size(options.tp, options.pp, options.cp)
-    check_value("ep", options.ep)
+    check_value(described(ParallelOptions)["ep"], "ep", options.ep)
     least = math.lcm(options.ep, options.cp) // options.cp
     if world_size() == 1:
         return least

@@ -11,14 +11,18 @@ from megazoo.cli.options import ImportOption
 from megazoo.environment import world_size
 from megazoo.errors import UserError
 from megazoo.files import brief, regular_file
-from megazoo.settings import flag_of, settings_of, typed_settings, with_settings
+from megazoo.settings import (
+    check_value,
+    described,
+    flag_of,
+    settings_of,
+    typed_settings,
+    with_settings,
+)
 from megazoo.trainer.options import Options
-from megazoo.trainer.rules import check_value, check_values
+from megazoo.trainer.rules import check_values
 from megazoo.user_files import run_file
 
-# Mutually exclusive settings: the usual one, and the alternative.
-EITHER_OR = (("steps", "epochs"), ("data", "mock_data"))
-ONE_START = ("config", "dry_run", "print_config")  # flags that are not valid in a file
 LARGEST_FILE = 1 << 20  # maximum size of a settings file in bytes
 
 
@@ -72,8 +76,9 @@ class CommandLine:
             origin: file of the resumed settings, for error messages.
         """
         resumed = typed_settings(Options, resumed or {}, origin)
+        settings = described(type(self.parsed))
         for name, value in resumed.items():
-            check_value(name, value, origin)
+            check_value(settings[name], name, value, origin)
         below = self._below_flags(resumed)
         above = {name for name in below if {name, f"no_{name}"} & self.flags}
         options = with_settings(self.parsed, {n: below[n] for n in below.keys() - above})
@@ -87,8 +92,9 @@ class CommandLine:
         Settings are dropped if the user set a mutually exclusive one.
         """
         below = {**resumed, **self.file}
-        for pair in EITHER_OR:
-            usual, other = pair
+        settings = described(type(self.parsed))
+        for usual, other in ((s.instead_of, name) for name, s in settings.items() if s.instead_of):
+            pair = (usual, other)
             given = [name for name in pair if name in self.flags]
             given = given or [name for name in pair if self.file.get(name)]
             if len(given) > 1:
@@ -169,9 +175,8 @@ def _settings_in(file: str) -> tuple[bytes, bool]:
 def _toml_settings(file: str) -> tuple[dict, bool]:
     """Return the settings of a TOML file, and whether the file is a pipe. Keys are the names of
     flags with underscores."""
-    known = settings_of(Options)
-    for name in ONE_START:
-        known.pop(name)
+    settings = described(Options)
+    known = {name: d for name, d in settings_of(Options).items() if settings[name].in_files}
     try:
         data, is_pipe = _settings_in(file)
         settings = tomllib.loads(data.decode())

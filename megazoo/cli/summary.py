@@ -2,7 +2,6 @@
 end (the result and the next commands)."""
 
 import json
-from dataclasses import fields
 
 from megazoo.cli.parsing import each_once, without
 from megazoo.cli.plan_report import adapters_of, parameters_of, plan_lines, plan_of
@@ -15,19 +14,12 @@ from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.failure import propagate_errors
 from megazoo.parallel.sizes import product_of
 from megazoo.planning import Planner, note_on_mfu
-from megazoo.settings import flag_of
+from megazoo.settings import described, flag_of
 from megazoo.terminal import note_rank_0, print_rank_0
 from megazoo.trainer.adapters import flag_to_go_on
 from megazoo.trainer.data import trains_conversations
-from megazoo.trainer.defaults import FOLLOWING
-from megazoo.trainer.options import LoRAOptions, ModelOptions
 from megazoo.trainer.recorder import Recorder
 from megazoo.trainer.run import Run
-from megazoo.trainer.state import KEPT
-
-# Settings that a checkpoint of adapters stores, or that only describe the start of its run.
-IN_CHECKPOINT = {f.name for group in (*KEPT, ModelOptions, LoRAOptions) for f in fields(group)}
-IN_CHECKPOINT = IN_CHECKPOINT - {"import_"} | {"load", "load_weights_only"}
 
 
 def show(run: Run, dp: int) -> None:
@@ -59,7 +51,8 @@ def toml_of(run: Run) -> str:
     values = run.options.values
     if values["mock_data"]:
         values["data"] = None
-    for name in (FOLLOWING & run.unset) | run.of_rows:
+    settings = described(type(run.options))
+    for name in {name for name in run.unset if settings[name].follows} | run.of_rows:
         values[name] = None
     return "".join(
         f"{name} = {_toml(value)}\n" for name, value in values.items() if value is not None
@@ -170,7 +163,9 @@ def _command_to_go_on(run: Run, recorder: Recorder) -> str:
     training, keep = run.options.training, run.options.checkpoint
     words = list(run.arguments)
     if _is_named_by_checkpoint(run, recorder):
-        words = [*without(words, IN_CHECKPOINT), "--load", str(keep.save)]
+        settings = described(type(run.options)).items()
+        stored = {name for name, setting in settings if setting.kept or setting.in_manifest}
+        words = [*without(words, stored), "--load", str(keep.save)]
     else:
         words += ["--no-load-weights-only"] * keep.load_weights_only
         words += [flag_to_go_on(run.options), str(keep.save)]
@@ -182,8 +177,8 @@ def _command_to_go_on(run: Run, recorder: Recorder) -> str:
 
 
 def _is_named_by_checkpoint(run: Run, recorder: Recorder) -> bool:
-    """Return whether the checkpoint of a run has adapters, names their base, and determines all of
-    IN_CHECKPOINT. A file of --config would override its settings."""
+    """Return whether the checkpoint of a run has adapters, names their base, and determines all
+    settings that it stores. A file of --config would override its settings."""
     base = recorder.model.weights_path if recorder.model.attached else None
     return bool(base and base.isprintable() and "--config" not in map(flag_of, run.arguments))
 

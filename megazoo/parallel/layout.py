@@ -20,15 +20,27 @@ CP_METHODS = ("allgather", "ulysses")
 CPMethod = Literal["allgather", "ulysses"]
 
 
-def size(letters: str) -> Any:
-    """Declare a field of a layout as a size. letters: those before it in a layout's name."""
-    return field(default=1, metadata={"letters": letters})
+def size(letters: str, most: int = 2**20, **about: Any) -> Any:
+    """Declare a field of a layout as a size.
+
+    Args:
+        letters: Letters before it in a layout's name.
+        most: Largest value.
+        about: Further attributes of `megazoo.settings.Setting`.
+    """
+    about = {"least": 1, "most": most, **about}
+    return field(default=1, metadata={"letters": letters, "about": about})
 
 
-def switch(default: Any, values: Callable[[], dict[str, Any]]) -> Any:
-    """Declare a field of a layout as a switch. values: returns its values by their words in a
-    layout's name, such as {"sp": True}."""
-    return field(default=default, metadata={"values": values})
+def switch(default: Any, values: Callable[[], dict[str, Any]], **about: Any) -> Any:
+    """Declare a field of a layout as a switch.
+
+    Args:
+        default: Its default.
+        values: Returns its values by their words in a layout's name, such as {"sp": True}.
+        about: Attributes of `megazoo.settings.Setting`.
+    """
+    return field(default=default, metadata={"values": values, "about": about})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,27 +55,59 @@ class Layout:
         UserError: The sizes do not fit together, or a name is unknown.
     """
 
-    tp: int = size("tp")
+    tp: int = size(
+        "tp",
+        2**16,
+        megatron="tensor-model-parallel-size",
+        torchtitan="parallelism.tensor-parallel-degree",
+    )
     """Tensor-parallel size: number of ranks that each layer is sharded over."""
-    cp: int = size("cp")
+    cp: int = size(
+        "cp",
+        2**16,
+        megatron="context-parallel-size",
+        torchtitan="parallelism.context-parallel-degree",
+    )
     """Context-parallel size: number of ranks that each sequence is split over."""
-    pp: int = size("pp")
+    pp: int = size(
+        "pp",
+        1024,
+        megatron="pipeline-model-parallel-size",
+        torchtitan="parallelism.pipeline-parallel-degree",
+    )
     """Pipeline-parallel size: number of ranks that the layers are partitioned over."""
     dp: int = size("dp")
     """Data-parallel size: number of replicas."""
-    ep: int = size("ep")
+    ep: int = size(
+        "ep",
+        2**16,
+        megatron="expert-model-parallel-size",
+        torchtitan="parallelism.expert-parallel-degree",
+    )
     """Expert-parallel size: number of ranks that the experts of each layer are sharded over. These
     ranks are a part of dp x cp, which --ep must divide."""
-    virtual_pp: int = size("v")
+    virtual_pp: int = size(
+        "v",
+        1024,
+        megatron="num-virtual-stages-per-pipeline-rank; "
+        "num-layers-per-virtual-pipeline-stage (stages per rank)",
+    )
     """Number of stages per pipeline rank. Above 1, 1f1b becomes the interleaved schedule: a smaller
     bubble, but more communication. A schedule with two stages per rank sets 2."""
     sequence_parallel: bool | None = switch(False, lambda: {"sp": True})
     """Whether to use sequence parallelism. None: on CUDA only."""
-    zero: Literal[0, 1] = switch(0, lambda: {"zero": 1})
+    zero: Literal[0, 1] = switch(
+        0,
+        lambda: {"zero": 1},
+        megatron="use-distributed-optimizer 1",
+        torchtitan="parallelism.data-parallel-shard-degree 1",
+    )
     """ZeRO stage. 1: shard the state and the update of the optimizer over the ranks of dp and cp;
     each rank has 1 / (dp x cp) of the state of its parameters. 0: each rank has all of this
     state."""
-    cp_method: CPMethod = switch("allgather", lambda: {name: name for name in CP_METHODS[1:]})
+    cp_method: CPMethod = switch(
+        "allgather", lambda: {name: name for name in CP_METHODS[1:]}, megatron="cp-comm-type"
+    )
     """How attention works across context-parallel ranks. allgather: gather the keys and values of
     all ranks. ulysses: exchange heads (all-to-all), so that each rank attends over the full
     sequence with some of the heads."""

@@ -36,15 +36,22 @@ from megazoo.errors import UserError, check_number
 from megazoo.files import write_text
 from megazoo.launching.local_ranks import PASSED_ON, LocalRanks
 from megazoo.parallel.layout import switches
-from megazoo.settings import File, Name, mandatory, typed_settings, unset, with_settings
+from megazoo.settings import (
+    File,
+    Name,
+    check_value,
+    described,
+    mandatory,
+    typed_settings,
+    unset,
+    with_settings,
+)
 from megazoo.testing import Layout
 from megazoo.testing.layouts import check_model
 from megazoo.trainer.adapters import Weights, open_weights
 from megazoo.trainer.options import Options as TrainingProgram
-from megazoo.trainer.options import layout_settings
+from megazoo.trainer.options import ParallelOptions, layout_settings
 from megazoo.trainer.record import (
-    BESIDE,
-    LAYOUT,
     RECORD,
     Recorded,
     Step,
@@ -56,7 +63,7 @@ from megazoo.trainer.record import (
     read_steps,
     shown,
 )
-from megazoo.trainer.rules import check_value, model_config
+from megazoo.trainer.rules import model_config
 
 TOLERANCES = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-2}
 MOST_NAMED = 10  # changed files that are named
@@ -134,11 +141,13 @@ def settings_of(recorded: Recorded, options: Options, origin: str) -> dict:
 
     Raises UserError for settings that no valid record has.
     """
-    for name in recorded.settings.keys() & BESIDE:
-        raise UserError(f"{origin}: settings has {name}, which does not affect the computation")
+    declared = described(TrainingProgram)
+    for name in recorded.settings.keys() & declared.keys():
+        if not declared[name].result:
+            raise UserError(f"{origin}: settings has {name}, which does not affect the computation")
     settings = typed_settings(TrainingProgram, recorded.settings, origin)
     for name, value in settings.items():
-        check_value(name, value, origin)
+        check_value(declared[name], name, value, origin)
     for name in REQUIRED:
         if not settings.get(name):
             raise UserError(f"{origin}: settings lacks {name}")
@@ -281,7 +290,7 @@ def train_again(
     settings = {**settings, "steps": recorded.first_step + steps}
     dp = recorded.dp
     if layout is not None:
-        for name in LAYOUT:
+        for name in described(ParallelOptions):
             settings.pop(name, None)
         named = set(layout_settings()) - {"stage_layers"}
         settings |= {name: getattr(layout, name) for name in named}

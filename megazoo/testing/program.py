@@ -219,7 +219,7 @@ def _run_with(settings: dict) -> Run:
     state = resumed_state(resumed)
     options = with_settings(Options(), {**state["settings"], **settings})
     run = complete([], options, weights, state, resuming=resumed is not None)
-    return check(run, options.parallel.dp)
+    return check(run, options.replicas)
 
 
 def _settings(subject: Subject, layout: Layout, directory: Path) -> dict[str, Any]:

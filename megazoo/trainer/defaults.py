@@ -19,8 +19,6 @@ DEMO_STEPS = 600
 DEMO_LR = 1e-3
 DEMO_PARAMETERS = 10_000_000  # larger models are not a demo, regardless of the preset
 SIZES = ("layers", "hidden_size", "heads", "ffn_size")  # they determine the learning rate
-# Settings that follow from others.
-FOLLOWING = {"dtype", "lr_schedule", "min_lr", "muon_lr", "warmup_steps", "lr_decay_steps"}
 FINE_TUNING_LR, LORA_LR = 1e-5, 2e-4
 FINE_TUNING_BATCH = 32
 FEW_STEPS = 10  # a run of fewer steps gets a smaller default batch, or a warning

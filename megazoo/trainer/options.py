@@ -13,11 +13,12 @@ import tyro
 from megazoo.environment import world_size
 from megazoo.parallel.layout import Layout
 from megazoo.parallel.schedule import SCHEDULES
-from megazoo.settings import TO_FILL, File, Filled, Name, unset
+from megazoo.settings import TO_FILL, File, Filled, Name, OutputFile, about, unset
 
 if TYPE_CHECKING:
     from megazoo.lora.settings import LoRASettings
 
+YEAR = 31_536_000  # seconds
 Size = Annotated[int | None, unset("INT", "the preset's")]
 Rate = Annotated[float | None, unset("FLOAT", "the preset's")]
 Switch = Annotated[bool | None, unset("{True,False}", "the preset's")]
@@ -39,56 +40,69 @@ def default_dtype(device: str) -> DtypeName:
 class ModelOptions:
     """Model to train. Sizes default to those of the preset."""
 
+    ABOUT: ClassVar = about(in_manifest=True)
+
     preset: Name = None
     """Preset: the sizes of a published model, such as llama3-8b, or of a tiny model for tests, such
     as gpt2-tiny. `megazoo models` lists all presets."""
     model: Name = None
     """Model family: {families}, or one that --import registers; default: gpt2. Without --preset and
     --load it selects the family's tiny preset."""
-    import_: Annotated[File, tyro.conf.arg(name="import")] = None
+    import_: Annotated[
+        File, tyro.conf.arg(name="import"), about(result=False, in_manifest=False)
+    ] = None
     """Python file to run before training. It may register a model (megazoo.register) and callbacks
     after steps, evaluations and saves (megazoo.on_step, on_evaluation, on_save)."""
-    hidden_size: Size = None
+    hidden_size: Annotated[Size, about(least=1)] = None
     """Number of features per token."""
-    layers: Size = None
+    layers: Annotated[Size, about(least=1, megatron="num-layers")] = None
     """Number of transformer blocks."""
-    heads: Size = None
+    heads: Annotated[Size, about(least=1, megatron="num-attention-heads")] = None
     """Number of attention heads. --tp need not divide it, but no rank may get more than 1.25 times
     the average number of heads."""
-    kv_heads: Size = None
+    kv_heads: Annotated[Size, about(least=1, megatron="num-query-groups")] = None
     """Number of key/value heads (grouped-query attention). They are sharded over --tp like the
     heads. If --tp exceeds this number, --tp must be a multiple of it and must divide --heads; each
     key/value head is then replicated on several ranks."""
-    ffn_size: Size = None
+    ffn_size: Annotated[Size, about(least=1, megatron="ffn-hidden-size")] = None
     """Hidden size of the MLP. In GPT-2 it is 4 x --hidden-size. --tp need not divide it."""
-    vocab_size: Size = None
+    vocab_size: Annotated[Size, about(least=1, most=2**63 - 1)] = None
     """Number of tokens in the vocabulary. --tp need not divide it."""
-    max_positions: Size = None
+    max_positions: Annotated[
+        Size, about(least=1, most=2**63 - 1, megatron="max-position-embeddings")
+    ] = None
     """Maximum sequence length of the model, in tokens. RoPE scaling may extend it."""
-    dropout: Rate = None
+    dropout: Annotated[Rate, about(below=1, megatron="hidden-dropout; attention-dropout")] = None
     """Dropout probability of all dropout layers of the model."""
-    tie_embeddings: Switch = None
+    tie_embeddings: Annotated[
+        Switch, about(megatron="untie-embeddings-and-output-weights False")
+    ] = None
     """Share one weight matrix between the embedding and the output head."""
-    num_labels: Annotated[int | None, unset("INT", "the checkpoint's")] = None
+    num_labels: Annotated[int | None, unset("INT", "the checkpoint's"), about(least=1)] = None
     """Train a sequence classifier with this many labels (1: regression) on JSONL lines with text
     and label. A language-model head loaded with --load is replaced by a new one."""
-    experts: Size = None
+    experts: Annotated[Size, about(least=1, megatron="num-experts")] = None
     """Number of experts of a layer, in a model with experts. --ep must divide it."""
-    experts_per_token: Size = None
+    experts_per_token: Annotated[Size, about(least=1, megatron="moe-router-topk")] = None
     """Number of experts that each token uses."""
-    expert_size: Size = None
+    expert_size: Annotated[Size, about(least=1, megatron="moe-ffn-hidden-size")] = None
     """Hidden size of an expert."""
     router_balance: Annotated[
         Literal["sequence", "batch", "bias", "none"] | None,
         unset("{sequence,batch,bias,none}", "that of the model: sequence"),
+        about(megatron="moe-router-load-balancing-type"),
     ] = None
     """How the load of the experts is balanced. sequence: by an auxiliary loss per row, the same in
     every layout. batch: by the auxiliary loss of transformers, over the whole batch; it needs
     --schedule gpipe or one micro-batch. bias: by a bias that only chooses experts, without a loss.
     none: not at all."""
-    router_aux_loss_coef: Annotated[float | None, unset("FLOAT", "that of the model")] = None
+    router_aux_loss_coef: Annotated[
+        float | None, unset("FLOAT", "that of the model"), about(megatron="moe-aux-loss-coeff")
+    ] = None
     """Factor of the auxiliary loss that balances the load of the experts."""
-    router_z_loss_coef: Annotated[float | None, unset("FLOAT", "that of the model")] = None
+    router_z_loss_coef: Annotated[
+        float | None, unset("FLOAT", "that of the model"), about(megatron="moe-z-loss-coeff")
+    ] = None
     """Factor of an auxiliary loss that keeps the logits of the routers near 0: the mean over the
     tokens of log(sum(exp(logits)))^2."""
     router_bias_rate: Annotated[float | None, unset("FLOAT", "that of the model")] = None
@@ -99,7 +113,13 @@ class ModelOptions:
 class ParallelOptions(Layout):
     """Parallel layout: how the work is divided among ranks."""
 
-    dp: Annotated[int | None, unset("INT", "number of ranks / (tp x pp x cp)")] = None
+    ABOUT: ClassVar = about(agreed=True)
+
+    dp: Annotated[
+        int | None,
+        unset("INT", "number of ranks / (tp x pp x cp)"),
+        about(least=1, most=2**20, result=False),
+    ] = None
     """Data-parallel size: number of replicas of the model, each of tp x pp x cp ranks. Without a
     launcher, the program starts the ranks of all replicas on this machine (default: one replica).
     Under a launcher such as torchrun, the default is the only valid value."""
@@ -108,23 +128,27 @@ class ParallelOptions(Layout):
     ] = None
     """Split the activations between tensor-parallel layers along the sequence. Their memory, and
     the computation between the layers, fall to 1 / tp. --no-sequence-parallel turns it off."""
-    schedule: ScheduleName = "1f1b"
+    schedule: Annotated[
+        ScheduleName, about(torchtitan="parallelism.pipeline-parallel-schedule")
+    ] = "1f1b"
     """Pipeline schedule: one of these, or one that --import registers. zb-h1 (zero bubble) delays
     weight gradients into idle time: one third of the 1F1B bubble, but more memory on later stages.
     zb-v, v-half, v-min and dualpipe-v have two stages per rank, the first rank the first and the
     last stage. zb-v: a sixth of the 1F1B bubble, and the memory of 1F1B's first rank on every rank.
     v-half: half of the bubble and of the memory. v-min: two thirds of the bubble and a third of the
     memory. dualpipe-v: a sixth of the bubble; it pairs a forward with a full backward."""
-    stage_layers: str = "balanced"
+    stage_layers: Annotated[str, about(megatron="pipeline-model-parallel-layout")] = "balanced"
     """How layers are assigned to pipeline stages. balanced: by estimated cost. uniform: by number
     of layers. Or the number of layers of each stage, such as 5,6,6,5."""
     folded: ClassVar = ()
-    offload_optimizer: bool = False
+    offload_optimizer: Annotated[bool, about(megatron="optimizer-cpu-offload")] = False
     """Store the optimizer's state in CPU memory, and run the update on the CPU."""
-    timeout: float = 600.0
+    timeout: Annotated[
+        float, about(most=YEAR, result=False, megatron="distributed-timeout-minutes (in seconds)")
+    ] = 600.0
     """Seconds to wait for another rank before the job is aborted. The error names the missing rank.
     """
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], about(result=False)] = "auto"
     """Device to run on. auto: cuda if every local rank can have its own GPU, otherwise cpu."""
 
     def __post_init__(self):
@@ -158,17 +182,27 @@ def parallel_options(kind: type[Layout]) -> type[ParallelOptions]:
 class TrainingOptions:
     """Length of the run, batch sizes and precision."""
 
+    ABOUT: ClassVar = about(kept=True, agreed=True)
+
     steps: Annotated[
         Filled[int],
         unset(
             "INT",
             "600 for a tiny preset from random weights and for mock data, otherwise one epoch",
         ),
+        about(
+            least=1,
+            may_change=True,
+            megatron="train-iters; train-samples (samples / global-batch-size)",
+            trainer="max-steps",
+            torchtitan="training.steps",
+        ),
     ] = TO_FILL
     """Total number of optimizer steps, including those before a resume."""
     epochs: Annotated[
         int | None,
         unset("INT", "1, or up to 3 for fine-tuning, unless --steps is set or has a default"),
+        about(least=1, may_change=True, instead_of="steps", trainer="num-train-epochs"),
     ] = None
     """Length of the run in passes over the training data, instead of --steps. The last batch may
     contain some samples of the next pass."""
@@ -179,6 +213,12 @@ class TrainingOptions:
             "32 for a tiny preset from random weights, at most 32 for fine-tuning, otherwise that "
             "of the preset's pretraining, or of GPT-3's model of this size; a multiple of dp",
         ),
+        about(
+            least=1,
+            most=2**30,
+            trainer="gradient-accumulation-steps (micro-batch-size x dp x accumulation)",
+            torchtitan="training.global-batch-size",
+        ),
     ] = TO_FILL
     """Sequences per optimizer step, over all replicas and micro-batches."""
     micro_batch_size: Annotated[
@@ -187,6 +227,7 @@ class TrainingOptions:
             "INT",
             "16 for a tiny preset from random weights, otherwise 1; at most a replica's share",
         ),
+        about(least=1, most=2**20, trainer="per-device-train-batch-size"),
     ] = TO_FILL
     """Sequences per micro-batch: the unit of one forward and backward pass."""
     seq_length: Annotated[
@@ -196,33 +237,53 @@ class TrainingOptions:
             "128 for a tiny preset from random weights, otherwise the model's maximum, at most "
             "4096",
         ),
+        about(
+            least=1, most=2**27, trainer="block-size; max-seq-length", torchtitan="training.seq-len"
+        ),
     ] = TO_FILL
     """Tokens per sequence."""
-    dtype: Annotated[Filled[DtypeName], BY_DEVICE] = TO_FILL
+    dtype: Annotated[
+        Filled[DtypeName],
+        BY_DEVICE,
+        about(
+            follows=True,
+            megatron="bf16 bfloat16; fp16 float16",
+            torchtitan="training.mixed-precision-param",
+        ),
+    ] = TO_FILL
     """Data type of weights and activations. bfloat16 and float16 use fp32 master weights, gradients
     and moments; float16 also uses a dynamic loss scale. A resumed run keeps its data type."""
     fp32_precision: Literal["tf32", "ieee"] = "tf32"
     """Precision of float32 matrix products on CUDA. tf32: tensor cores, 10-bit mantissa, several
     times faster. ieee: full float32, as on CPUs."""
-    initial_loss_scale: float = 65536.0
+    initial_loss_scale: Annotated[float, about(least=1)] = 65536.0
     """Initial loss scale of a float16 run."""
-    loss_scale_window: int = 1000
+    loss_scale_window: Annotated[int, about(least=1)] = 1000
     """Number of consecutive steps without overflow after which the loss scale doubles."""
-    hysteresis: int = 2
+    hysteresis: Annotated[int, about(least=1)] = 2
     """Number of overflows before the loss scale is halved. The overflow that halves it counts."""
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Annotated[
+        Literal["none", "selective", "full"],
+        about(
+            megatron="recompute-activations selective; recompute-granularity",
+            trainer="gradient-checkpointing full",
+            torchtitan="activation-checkpoint.mode",
+        ),
+    ] = "none"
     """Recompute activations in the backward pass instead of storing them. selective: attention and
     the activation function of the MLPs. full: whole layers."""
-    recompute_interval: int = 1
+    recompute_interval: Annotated[int, about(least=1, megatron="recompute-num-layers")] = 1
     """Number of layers that --recompute full recomputes as one unit."""
-    compile: bool = False
+    compile: Annotated[bool, about(trainer="torch-compile", torchtitan="compile.enable")] = False
     """Run the layers with torch.compile. The start takes a minute or so longer; steps are faster.
     """
-    train_only: Annotated[str | None, unset("PATTERN", "everything, or the adapters")] = None
+    train_only: Annotated[
+        str | None, unset("PATTERN", "everything, or the adapters"), about(longest=1000)
+    ] = None
     """Regular expression: train only the parameters whose names match, and freeze all others.
     Examples: head, norm, layers[.]3[.], or several: "head|norm". Frozen parameters get no gradient,
     no optimizer state and no weight decay."""
-    seed: int = 1234
+    seed: Annotated[int, about(most=2**63 - 1, samples=True)] = 1234
     """Seed for the initial weights, the order of the samples, and dropout. Without dropout, the run
     is the same in any parallel layout, up to rounding."""
 
@@ -232,13 +293,19 @@ class LoRAOptions:
     """Low-rank adapters (LoRA). The weights of --load are frozen, and only adapters of some
     matrices are trained."""
 
-    lora_rank: Annotated[int | None, unset("INT", "no adapters")] = None
+    ABOUT: ClassVar = about(in_manifest=True, agreed=True)
+
+    lora_rank: Annotated[
+        int | None, unset("INT", "no adapters"), about(most=2**20, trainer="lora-r")
+    ] = None
     """Rank of new LoRA adapters. 0: no adapters."""
     lora_alpha: Annotated[float | None, unset("FLOAT", "16")] = None
     """Scale of the adapters: their output is multiplied by --lora-alpha / --lora-rank."""
-    lora_dropout: Annotated[float | None, unset("FLOAT", "0")] = None
+    lora_dropout: Annotated[float | None, unset("FLOAT", "0"), about(below=1)] = None
     """Dropout probability on the inputs of the adapters."""
-    lora_targets: Annotated[str | None, unset("NAMES", "q,v")] = None
+    lora_targets: Annotated[
+        str | None, unset("NAMES", "q,v"), about(trainer="lora-target-modules")
+    ] = None
     """Layers to adapt, separated by commas: q, k, v, output, gate, up, down, or their Hugging Face
     names; or all-linear. Experts and routers are moe.gate_up, moe.down and router. If the Hugging
     Face model has one matrix for q, k and v, as in GPT-2, each of the names q, k and v selects that
@@ -275,7 +342,9 @@ class LoRAOptions:
 class OptimizerOptions:
     """The optimizer, its learning rate and clipping."""
 
-    optimizer: Literal["adamw", "muon"] = "adamw"
+    ABOUT: ClassVar = about(kept=True, agreed=True)
+
+    optimizer: Annotated[Literal["adamw", "muon"], about(trainer="optim")] = "adamw"
     """Optimizer. muon: Muon with --muon-lr for the matrices of linear layers, AdamW with --lr for
     all other parameters."""
     lr: Annotated[
@@ -285,17 +354,24 @@ class OptimizerOptions:
             "fine-tuning: 2e-4 with LoRA, 1e-5 for all weights; otherwise that of the preset's "
             "pretraining, or of GPT-3's model of this size; 1e-3 for a tiny preset",
         ),
+        about(most=1e100, trainer="learning-rate", torchtitan="optimizer.lr"),
     ] = TO_FILL
     """Peak learning rate. The run prints the default that it uses when it starts."""
-    muon_lr: Annotated[Filled[float], unset("FLOAT", "2e-2; fine-tuning needs a value")] = TO_FILL
+    muon_lr: Annotated[
+        Filled[float],
+        unset("FLOAT", "2e-2; fine-tuning needs a value"),
+        about(most=1e100, follows=True),
+    ] = TO_FILL
     """Peak learning rate of Muon. It follows the schedule of --lr."""
-    muon_momentum: float = 0.95
+    muon_momentum: Annotated[float, about(below=1, megatron="muon-momentum-beta")] = 0.95
     """Momentum of Muon (Nesterov)."""
-    ns_steps: int = 5
+    ns_steps: Annotated[int, about(least=1, most=100, megatron="muon-num-ns-steps")] = 5
     """Number of Newton-Schulz iterations in Muon."""
     ns_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Data type of the Newton-Schulz iterations. auto: float32 on CPUs, bfloat16 on CUDA."""
-    min_lr: Annotated[Filled[float], unset("FLOAT", "--lr / 10")] = TO_FILL
+    min_lr: Annotated[
+        Filled[float], unset("FLOAT", "--lr / 10"), about(most=1e100, follows=True)
+    ] = TO_FILL
     """Final learning rate after decay."""
     lr_schedule: Annotated[
         Filled[Literal["cosine", "linear", "constant", "wsd"]],
@@ -303,25 +379,36 @@ class OptimizerOptions:
             "{cosine,linear,constant,wsd}",
             "linear for a tiny preset from random weights, otherwise cosine",
         ),
+        about(follows=True, megatron="lr-decay-style", trainer="lr-scheduler-type"),
     ] = TO_FILL
     """Decay of the learning rate after the warm-up. wsd (warmup-stable-decay): constant, then
     linear decay over the last fifth."""
     warmup_steps: Annotated[
         Filled[int],
         unset("INT", "3 % of the steps, 10 % for a tiny preset from random weights; at most 2000"),
+        about(
+            follows=True,
+            megatron="lr-warmup-iters; lr-warmup-fraction (a number of steps, not a fraction)",
+            trainer="warmup-ratio (a number of steps, not a fraction)",
+            torchtitan="lr-scheduler.warmup-steps",
+        ),
     ] = TO_FILL
     """Number of warm-up steps, in which the learning rate rises linearly from 0."""
     lr_decay_steps: Annotated[
-        Filled[int], unset("INT", "--steps; in a resumed run, that of the checkpoint")
+        Filled[int],
+        unset("INT", "--steps; in a resumed run, that of the checkpoint"),
+        about(follows=True, megatron="lr-decay-iters"),
     ] = TO_FILL
     """Step at which the learning rate reaches --min-lr."""
-    weight_decay: float = 0.1
+    weight_decay: Annotated[float, about(torchtitan="optimizer.weight-decay")] = 0.1
     """Decoupled weight decay. Biases and norms have none."""
-    clip_grad: float = 1.0
+    clip_grad: Annotated[float, about(trainer="max-grad-norm", torchtitan="training.max-norm")] = (
+        1.0
+    )
     """Maximum global gradient norm. 0: no clipping."""
-    beta1: float = 0.9
+    beta1: Annotated[float, about(below=1, megatron="adam-beta1")] = 0.9
     """Decay rate of Adam's first moment."""
-    beta2: float = 0.95
+    beta2: Annotated[float, about(below=1, megatron="adam-beta2")] = 0.95
     """Decay rate of Adam's second moment."""
 
 
@@ -329,7 +416,12 @@ class OptimizerOptions:
 class DataOptions:
     """Training data."""
 
-    data: tuple[str, ...] = ("stdlib",)
+    ABOUT: ClassVar = about(kept=True)
+
+    data: Annotated[
+        tuple[str, ...],
+        about(samples=True, megatron="data-path", trainer="train-file; dataset-name (files)"),
+    ] = ("stdlib",)
     """Training data: one source, or alternating weights and sources, such as 0.7 a 0.3 b. A source
     is a file of texts or conversations (.jsonl, .json, .txt, .parquet), the prefix of token files
     of `megazoo preprocess`, or stdlib, the source of this machine's Python (about 12 MB).
@@ -342,26 +434,40 @@ class DataOptions:
     cached next to them. In prompts with completions, only the completions count in the loss, and in
     conversations only the assistant messages. A classifier needs JSONL with text, label and
     optionally text_pair."""
-    split: str = "95,5"
+    split: Annotated[str, about(agreed=True, samples=True)] = "95,5"
     """Proportions of the documents for training, validation and, optionally, a test at the end of
     the run."""
     tokenizer: Annotated[
-        str | None, unset("NAME", "that of the model of --load, otherwise byte")
+        str | None,
+        unset("NAME", "that of the model of --load, otherwise byte"),
+        about(
+            may_change=True,
+            megatron="tokenizer-type (byte, or a directory or file); tokenizer-model; "
+            "vocab-file (the directory of vocab.json and merges.txt); "
+            "merge-file (the directory of vocab.json and merges.txt)",
+        ),
     ] = None
     """Tokenizer: byte (one token per byte, plus one that ends a document); a directory or file of a
     tokenizer; or org/name on the Hugging Face hub. See docs/data.md."""
-    separate_documents: bool = False
+    separate_documents: Annotated[
+        bool, about(agreed=True, samples=True, megatron="reset-attention-mask")
+    ] = False
     """Do not let documents in one packed sample attend to each other. Positions restart in each
     document."""
-    chat_template: Annotated[str | None, unset("chatml|TEXT|FILE", "the tokenizer's")] = None
+    chat_template: Annotated[
+        str | None, unset("chatml|TEXT|FILE", "the tokenizer's"), about(agreed=True, samples=True)
+    ] = None
     """Chat template of conversations: chatml, a .jinja file, or the text of one message with {role}
     and {content}. It is saved with the model. Conversations need one."""
-    packing: bool = False
+    packing: Annotated[bool, about(agreed=True, samples=True)] = False
     """Pack several conversations into one sequence; they do not attend to each other. Otherwise
     each conversation is one row, padded to the longest in its batch."""
-    mock_data: bool = False
+    mock_data: Annotated[bool, about(instead_of="data")] = False
     """Train on random tokens, for benchmarks. No tokenizer is needed."""
-    data_workers: int = 1
+    data_workers: Annotated[
+        int,
+        about(most=1000, result=False, megatron="num-workers", trainer="dataloader-num-workers"),
+    ] = 1
     """Number of threads that prepare batches in advance. 0: prepare each batch when it is needed.
     """
 
@@ -369,6 +475,8 @@ class DataOptions:
 @dataclass
 class VerifyOption:
     """Option of every program that reads a model."""
+
+    ABOUT: ClassVar = about(result=False)
 
     verify: bool = True
     """Check the files of a checkpoint against its checksums while reading them."""
@@ -378,27 +486,37 @@ class VerifyOption:
 class CheckpointOptions(VerifyOption):
     """Checkpoints. They load in any parallel layout."""
 
-    save: File = None
+    save: Annotated[OutputFile, about(trainer="output-dir", torchtitan="checkpoint.folder")] = None
     """Directory for checkpoints. One is written at the end of the run, and when SIGTERM or SIGUSR1
     stops it.
 
     A run that torchrun restarts (--max-restarts) resumes from the latest checkpoint."""
-    save_interval: int = 0
+    save_interval: Annotated[int, about(trainer="save-steps", torchtitan="checkpoint.interval")] = 0
     """Steps between checkpoints. 0: only at the end."""
     async_save: bool = False
     """Write checkpoints in the background, from a copy in memory, while training continues."""
-    keep_last: int = 0
+    keep_last: Annotated[int, about(trainer="save-total-limit")] = 0
     """Number of most recent checkpoints to keep in the directory. 0: all."""
     on_save_error: Literal["stop", "continue"] = "stop"
     """What to do when a checkpoint cannot be written, for example because the disk is full. stop:
     end the run. continue: print a warning and continue training."""
-    load: File = None
+    load: Annotated[
+        File,
+        about(
+            result=True,
+            in_manifest=True,
+            megatron="use-checkpoint-args",
+            trainer="model-name-or-path; resume-from-checkpoint",
+        ),
+    ] = None
     """Checkpoint or model to start from. A directory of --save, or one step in it, resumes the run.
     A Hugging Face directory, org/name[@revision] on the Hugging Face hub, a Megatron-LM checkpoint
     or a GGUF file starts a new run from its weights.
 
     With --lora-rank or --lora-load, this is the base model of the adapters."""
-    load_weights_only: bool = False
+    load_weights_only: Annotated[
+        bool, about(result=True, in_manifest=True, megatron="finetune")
+    ] = False
     """Load only the weights of --load, and start a new run with them."""
 
 
@@ -406,9 +524,11 @@ class CheckpointOptions(VerifyOption):
 class EvaluationOptions:
     """Evaluation on validation and test data."""
 
+    ABOUT: ClassVar = about(result=False, kept=True, agreed=True)
+
     eval_interval: int = 100
     """Steps between evaluations. 0: only at the end."""
-    eval_steps: int = 20
+    eval_steps: Annotated[int, about(megatron="eval-iters")] = 20
     """Largest number of batches per evaluation. 0: no evaluation. The evaluation ends earlier if
     the data has fewer batches, so that no row counts more than once. The sources of a blend are
     sampled by their weights."""
@@ -418,23 +538,27 @@ class EvaluationOptions:
 class LoggingOptions:
     """Progress lines, metrics and profiles."""
 
-    log_interval: int = 10
+    ABOUT: ClassVar = about(result=False)
+
+    log_interval: Annotated[
+        int, about(least=1, trainer="logging-steps", torchtitan="metrics.log-freq")
+    ] = 10
     """Steps between progress lines on the terminal."""
-    metrics: File = None
+    metrics: Annotated[OutputFile, about(megatron="log-params-norm FILE")] = None
     """File to append metrics to, one JSON object per step."""
-    record: File = None
+    record: OutputFile = None
     """Directory for a reproducibility record: settings, checksums of the inputs, versions, and the
     loss of every step. `megazoo check run` repeats the run in any parallel layout."""
-    tensorboard: File = None
+    tensorboard: Annotated[OutputFile, about(megatron="tensorboard-dir")] = None
     """Directory for TensorBoard logs of the same metrics."""
-    wandb: Name = None
+    wandb: Annotated[Name, about(output=True, megatron="wandb-project")] = None
     """Weights & Biases project for the same metrics. WANDB_MODE=offline stores them locally."""
-    trackio: Name = None
+    trackio: Annotated[Name, about(output=True)] = None
     """trackio project for the same metrics; `trackio show` plots them. They stay on this machine,
     unless TRACKIO_SPACE_ID names a Space on the Hugging Face hub."""
     peak_tflops: Annotated[float | None, unset("FLOAT", "the device's in bf16, where known")] = None
     """Peak TFLOP/s of one device, used to compute MFU (model FLOPs utilization)."""
-    profile: File = None
+    profile: Annotated[OutputFile, about(torchtitan="profiling.enable-profiling DIR")] = None
     """Directory for a trace of a few steps of each rank. Open it in Perfetto or chrome://tracing.
     """
     profile_steps: tuple[int, int] = (3, 5)
@@ -444,6 +568,8 @@ class LoggingOptions:
 @dataclass
 class Options:
     """All settings, by group. Flags and TOML keys do not include the group."""
+
+    ABOUT: ClassVar = about(result=False)
 
     # The flags of --help, in this order. --help-all has all flags. (): both are the same.
     FIRST: ClassVar[tuple[str, ...]] = (
@@ -460,25 +586,30 @@ class Options:
         "pp",
         "lora_rank",
     )
-    data: tyro.conf.OmitArgPrefixes[DataOptions] = field(default_factory=DataOptions)
+    data: Annotated[
+        tyro.conf.OmitArgPrefixes[DataOptions],
+        about(samples=True, megatron="data-path", trainer="train-file; dataset-name (files)"),
+    ] = field(default_factory=DataOptions)
     training: tyro.conf.OmitArgPrefixes[TrainingOptions] = field(default_factory=TrainingOptions)
     checkpoint: tyro.conf.OmitArgPrefixes[CheckpointOptions] = field(
         default_factory=CheckpointOptions
     )
     model: tyro.conf.OmitArgPrefixes[ModelOptions] = field(default_factory=ModelOptions)
-    optimizer: tyro.conf.OmitArgPrefixes[OptimizerOptions] = field(default_factory=OptimizerOptions)
+    optimizer: Annotated[tyro.conf.OmitArgPrefixes[OptimizerOptions], about(trainer="optim")] = (
+        field(default_factory=OptimizerOptions)
+    )
     parallel: tyro.conf.OmitArgPrefixes[ParallelOptions] = field(default_factory=ParallelOptions)
     lora: tyro.conf.OmitArgPrefixes[LoRAOptions] = field(default_factory=LoRAOptions)
     evaluation: tyro.conf.OmitArgPrefixes[EvaluationOptions] = field(
         default_factory=EvaluationOptions
     )
     logging: tyro.conf.OmitArgPrefixes[LoggingOptions] = field(default_factory=LoggingOptions)
-    config: File = None
+    config: Annotated[File, about(in_files=False, torchtitan="job.config-file")] = None
     """TOML file of settings. Its keys are the flags with underscores. Flags override it."""
-    dry_run: bool = False
+    dry_run: Annotated[bool, about(in_files=False)] = False
     """Print the plan of the run (memory, communication, bubble) and its settings, without training.
     """
-    print_config: bool = False
+    print_config: Annotated[bool, about(in_files=False)] = False
     """Print the settings of the run as a TOML file for --config, without training."""
 
     @property

@@ -14,7 +14,7 @@ import re
 import subprocess
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,19 +33,12 @@ from megazoo.families.registry import family_of
 from megazoo.files import convert, json_object, read_bytes, reason_of, regular_file
 from megazoo.formats.megatron.source import is_iteration
 from megazoo.gguf_file import names_of_parts
+from megazoo.settings import described
 from megazoo.tokenizer import tokenizer_files
 from megazoo.trainer.adapters import Weights
 from megazoo.trainer.metrics import append_line
 from megazoo.trainer.options import (
-    CheckpointOptions,
-    DataOptions,
-    EvaluationOptions,
-    LoggingOptions,
-    OptimizerOptions,
     Options,
-    ParallelOptions,
-    TrainingOptions,
-    layout_settings,
 )
 
 RECORD, STEPS = "record.json", "steps.jsonl"
@@ -54,15 +47,6 @@ Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Size = Annotated[int, Meta(ge=1, le=2**20)]
 Sha256 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 Text = Annotated[str, Meta(max_length=100_000)]
-# Settings that do not affect the computation: outputs of the run, devices, and the settings file.
-# Every other field of these groups is an output, so that no record can name a file to write.
-OUTPUTS = (CheckpointOptions, EvaluationOptions, LoggingOptions)
-BESIDE = {f.name for group in OUTPUTS for f in fields(group)} - {"load", "load_weights_only"}
-BESIDE |= {f.name for f in fields(Options) if f.default_factory is MISSING}
-BESIDE |= {"timeout", "device", "data_workers", "import", "dp"}
-# Settings that a resumed run may change: its end, and settings stored in its checkpoint.
-CARRIED = "steps epochs tokenizer".split()
-LAYOUT = [*layout_settings(), "offload_optimizer"]
 
 
 @dataclass
@@ -251,7 +235,8 @@ def settings_of_run(run, ctx) -> dict:
         values["lora_load"] = str(adapters.path)
     if values["mock_data"]:
         values["data"] = None
-    kept = {name: value for name, value in values.items() if name not in BESIDE}
+    settings = described(type(options))
+    kept = {name: value for name, value in values.items() if settings[name].result}
     there = {name: value for name, value in kept.items() if value is not None}
     return json.loads(json.dumps(there, default=str))  # for paths
 
@@ -362,8 +347,8 @@ def changes_since(before: Recorded, now: Recorded) -> list[str]:
 
     Weights are not compared: a resumed run loads them from its checkpoint.
     """
-    groups = (ParallelOptions, TrainingOptions, OptimizerOptions, DataOptions)
-    names = {f.name for group in groups for f in fields(group)} - {*CARRIED, *BESIDE}
+    settings = described(Options).items()
+    names = {name for name, s in settings if s.result and not (s.may_change or s.in_manifest)}
     old, new = ({**each.settings, "dp": each.dp} for each in (before, now))
     lines = [
         f"{name}: {_told(old.get(name))} then, {_told(new.get(name))} now"

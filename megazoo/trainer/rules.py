@@ -1,6 +1,5 @@
 """Check the settings of a run before anything is built."""
 
-import math
 import os
 from dataclasses import fields, replace
 from pathlib import Path
@@ -20,41 +19,10 @@ from megazoo.models.registry import find_config
 from megazoo.models.rules import check_batch, check_layout, check_offload, check_sequence
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.layout import Layout
-from megazoo.settings import flag_of
+from megazoo.settings import check_value, described, flag_of
 from megazoo.trainer.adapters import NO_WEIGHTS, Weights, check_trained
 from megazoo.trainer.options import ModelOptions, Options
 
-AT_LEAST_1 = (
-    "tp pp virtual_pp cp ep dp steps epochs global_batch_size micro_batch_size seq_length "
-    "log_interval hidden_size layers heads kv_heads ffn_size experts experts_per_token expert_size "
-    "vocab_size max_positions num_labels "
-    "recompute_interval initial_loss_scale loss_scale_window hysteresis ns_steps"
-).split()
-# Far above the needs of any run, and small enough that no value computed from them overflows.
-MOST = 10**12
-AT_MOST = {
-    "timeout": 31_536_000,  # a year
-    "lora_rank": 2**20,
-    "tp": 2**16,
-    "pp": 1024,
-    "virtual_pp": 1024,
-    "cp": 2**16,
-    "ep": 2**16,
-    "dp": 2**20,
-    "global_batch_size": 2**30,
-    "micro_batch_size": 2**20,
-    "seq_length": 2**27,
-    "data_workers": 1000,
-    "ns_steps": 100,
-    "lr": 1e100,
-    "muon_lr": 1e100,
-    "min_lr": 1e100,
-    "seed": 2**63 - 1,
-    "vocab_size": 2**63 - 1,  # `check_sizes` has the limits of the model's sizes
-    "max_positions": 2**63 - 1,
-}
-LONGEST_PATTERN = 1000
-BELOW_1 = ("dropout", "lora_dropout", "beta1", "beta2", "muon_momentum")
 LABELS = ("num_labels", "problem_type", "pad_token_id")  # fields of a classifier's config
 
 
@@ -304,27 +272,9 @@ def check_steps(options: Options, first_step: int) -> None:
 
 def check_values(options: Options) -> None:
     """Raise UserError for a value that is out of its range."""
+    settings = described(type(options))
     for name, value in options.values.items():
-        check_value(name, value)
+        check_value(settings[name], name, value)
     lr, min_lr = options.optimizer.lr, options.optimizer.min_lr
     if None not in (lr, min_lr) and min_lr > lr:
         raise UserError(f"--min-lr {min_lr} exceeds --lr {lr}: use a smaller --min-lr")
-
-
-def check_value(setting: str, value, origin: str = "") -> None:
-    """Raise UserError if the value of a setting is out of its range. origin: the file it is in."""
-    name = f"{origin}: {setting}" if origin else flag_of(setting)
-    if setting == "train_only" and value and len(value) > LONGEST_PATTERN:
-        raise UserError(f"{name} has {len(value)} characters: use at most {LONGEST_PATTERN}")
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return
-    if setting in AT_LEAST_1 and value < 1:
-        raise UserError(f"{name} {value} must be at least 1")
-    if not math.isfinite(value) or value < 0:
-        raise UserError(f"{name} {value} must be 0 or more")
-    if setting in BELOW_1 and value >= 1:
-        raise UserError(f"{name} {value} must be below 1")
-    most = AT_MOST.get(setting, MOST if isinstance(value, int) else math.inf)
-    if value > most:
-        limit = f"{most:,}" if isinstance(most, int) else f"{most:g}"
-        raise UserError(f"{name} {brief(value)} must be at most {limit}")

@@ -1,7 +1,7 @@
 """A run before its ranks start: its checked settings, and the step at which it resumes."""
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,18 +14,13 @@ from megazoo.optim.learning_rate import learning_rate
 from megazoo.parallel.agreement import Terms
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.device import choose_device
-from megazoo.settings import flag_of
+from megazoo.settings import described, flag_of
 from megazoo.tokenizer import Tokenizer
 from megazoo.trainer.adapters import Weights
 from megazoo.trainer.defaults import FEW_STEPS, Defaults, fit_to_rows
 from megazoo.trainer.options import DataOptions, Options, default_dtype
 from megazoo.trainer.record import InputFile
 from megazoo.trainer.rules import check_steps, settle_steps
-
-# Settings of the samples and their order. A resumed run prints those that have changed.
-SAMPLING = "data split seed separate_documents chat_template packing".split()
-# The groups of settings that must be the same on all ranks.
-COMPARED = "parallel training lora optimizer evaluation".split()
 
 
 @dataclass
@@ -96,11 +91,9 @@ class Run(Settings):
 
         Paths are not included: they may differ between machines.
         """
-        groups, data = [getattr(self.options, name) for name in COMPARED], self.options.data
-        settings = {f.name: getattr(group, f.name) for group in groups for f in fields(group)}
-        settings |= {name: getattr(data, name) for name in SAMPLING if name not in ("data", "seed")}
-        terms = Terms()
-        terms.take({f"--{name.replace('_', '-')}": value for name, value in settings.items()})
+        settings, terms = described(type(self.options)), Terms()
+        agreed = {name: v for name, v in self.options.values.items() if settings[name].agreed}
+        terms.take({flag_of(name): value for name, value in agreed.items()})
         terms.take_config(self.config)
         return terms
 
@@ -240,10 +233,9 @@ def notes_on_changes(run: Run) -> list[str]:
     data = options.data.data
     if before.get("data") == data != DataOptions.data:
         notes.append(f"data: {' '.join(data)}, from the checkpoint")
-    for name in SAMPLING:
-        group = options.training if name == "seed" else options.data
-        now = getattr(group, name)
-        if before.get(name, now) != now:
+    settings = described(type(options))
+    for name, now in options.values.items():
+        if settings[name].samples and before.get(name, now) != now:
             what, then = name.replace("_", "-"), said(before[name])
             notes.append(f"{what}: {said(now)}; the checkpoint's run had {then}")
     return notes

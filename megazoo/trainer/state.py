@@ -1,6 +1,6 @@
 """The state of a training run in trainer.json, and its schema."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,24 +11,15 @@ from megazoo.checkpoint.places import TRAINER
 from megazoo.checkpoint.schema import Count, checked_state
 from megazoo.errors import UserError
 from megazoo.files import brief
-from megazoo.settings import typed_settings
+from megazoo.settings import described, typed_settings
 from megazoo.trainer.options import (
-    DataOptions,
-    EvaluationOptions,
-    OptimizerOptions,
     Options,
-    TrainingOptions,
 )
 
 RunId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}\Z")]
 OutputName = Annotated[str, Meta(pattern=r"^[a-z_]{1,64}\Z")]
 # The id or name of a run of a metrics output, which may make it the name of a file.
 MetricRun = Annotated[str, Meta(pattern=r"^(?!\.+\Z)[^/\\\x00-\x1f\x7f]{1,200}\Z")]
-
-
-# The groups of settings that a checkpoint stores. Those of the model and the adapters are in its
-# manifest. The layout, the checkpoints and the logging may differ for each start.
-KEPT = (TrainingOptions, OptimizerOptions, DataOptions, EvaluationOptions)
 
 
 @dataclass
@@ -108,9 +99,9 @@ def _check_kept(settings: dict, file: Path) -> None:
     Unknown settings also raise an error, because omitting one might change the computation.
     `CommandLine` checks the types and ranges of valid settings.
     """
-    kept = [f.name for group in KEPT for f in fields(group)]
+    known = described(Options)
     for name, value in settings.items():
-        if name not in kept:
+        if name not in known or not known[name].kept:
             name = name if name.isidentifier() else brief(name)
             raise UserError(f"{file}: settings has {name}, which a checkpoint must not contain")
         if name == "tokenizer" and value != "byte":
@@ -121,8 +112,7 @@ def _check_kept(settings: dict, file: Path) -> None:
 
 
 def settings_to_resume(options: Options) -> dict:
-    """Return the settings that a checkpoint stores to resume the run: those of the groups in KEPT,
-    without layout, logging and checkpoints."""
-    groups = (options.training, options.optimizer, options.data, options.evaluation)
-    settings = {f.name: getattr(group, f.name) for group in groups for f in fields(group)}
-    return {name: value for name, value in settings.items() if value is not None}
+    """Return the settings that a checkpoint stores to resume the run. Those of the model and the
+    adapters are in its manifest; the layout, the checkpoints and the logging may change."""
+    settings, values = described(type(options)), options.values.items()
+    return {name: value for name, value in values if settings[name].kept and value is not None}

@@ -1,9 +1,9 @@
 """What users type by habit, at the command line and in Python."""
 
 import inspect
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from pathlib import Path
-from typing import get_type_hints
+from typing import get_args
 
 import pytest
 import torch
@@ -11,13 +11,12 @@ import torch
 import megazoo
 from megazoo import pretrain
 from megazoo.checkpoint import Checkpoint
-from megazoo.cli.parsing import CommandLine
 from megazoo.cli.settings import resolve
 from megazoo.errors import UserError
 from megazoo.generate import GenerationSettings
 from megazoo.models.pretrained import open_source
+from megazoo.settings import described, kinds_of
 from megazoo.trainer.options import Options
-from megazoo.trainer.record import BESIDE
 from tests.support.harness_files import tokenizer_of
 from tests.support.pretraining import SMALL, close, losses
 
@@ -76,19 +75,15 @@ def test_a_new_model_has_room_for_the_tokenizer(tmp_path, capsys):
 
 def test_a_record_can_name_no_output():
     """A setting that is a path is an input that a record may name, or left out of it."""
-    inputs = {"load", "lora_load"}
-    groups = [each for each in vars(Options()).values() if is_dataclass(each)]
+    settings = described(Options)
     paths = {
-        f.name.rstrip("_")
-        for group in (*groups, Options())
-        for f in fields(group)
-        if Path in getattr(get_type_hints(type(group))[f.name], "__args__", ())
+        name for name, kind in kinds_of(Options).items() if Path in get_args(get_args(kind)[0])
     }
     assert {"save", "metrics", "record", "profile", "tensorboard", "config"} <= paths
-    assert paths - inputs <= BESIDE
-    assert {"wandb", "trackio"} <= BESIDE
-    assert not BESIDE - {f.name.rstrip("_") for g in (*groups, Options()) for f in fields(g)}
-    assert CommandLine.read(["--steps", "3"]).options().values.keys() - BESIDE
+    assert {name for name in paths if settings[name].result} == {"load", "lora_load"}
+    outputs = {name for name, setting in settings.items() if setting.output}
+    assert outputs == {"save", "metrics", "record", "profile", "tensorboard", "wandb", "trackio"}
+    assert not any(settings[name].result for name in outputs)
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from megazoo.checkpoint.shards import saved_entries
 from megazoo.lora.settings import LoRASettings, is_adapter
 from megazoo.lora.source import SavedAdapters
 from megazoo.programs import convert, generate, inspect_checkpoint
+from megazoo.trainer.loop import build
 from tests.support.inference import run_main
 from tests.support.pretraining import SMALL, close, losses, name_base, records
 from tests.support.scripts import merge_shards
@@ -140,7 +141,7 @@ def test_the_base_may_be_a_hugging_face_directory(tmp_path, monkeypatch):
 def test_adapters_alone_begin_a_new_run(files):
     run = pretrain.prepare([*RUN, "--load", str(files / "lora"), "--load-weights-only"])
     assert (run.first_step, run.resuming) == (0, False)
-    model, optimizer = pretrain.build(run, pretrain.start_ranks(run))
+    model, optimizer = build(run, pretrain.start_ranks(run))
     held = SavedAdapters(files / "lora")
     for entry in saved_entries(model):
         values = torch.empty(entry.spec.shape)
@@ -171,7 +172,7 @@ def test_a_directory_of_pefts_is_loaded_by_megazoo_lora(files, monkeypatch):
     arguments = [*RUN, "--load", str(files / "base"), "--lora-load", str(files / "peft")]
     run = pretrain.prepare(arguments)
     assert not run.resuming
-    model, _ = pretrain.build(run, pretrain.start_ranks(run))
+    model, _ = build(run, pretrain.start_ranks(run))
     assert (calls, model.attached.rank) == ([files / "peft"], 3)
 
 

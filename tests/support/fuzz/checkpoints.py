@@ -6,7 +6,6 @@ import math
 import random
 import shutil
 import zlib
-from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -20,8 +19,9 @@ from megazoo.formats.resharding import write_shards
 from megazoo.formats.source import SavedModel
 from megazoo.models.gpt2 import GPT2Config
 from megazoo.models.pretrained import load_weights
+from megazoo.settings import described
 from megazoo.trainer.options import Options
-from megazoo.trainer.state import KEPT, settings_to_resume
+from megazoo.trainer.state import settings_to_resume
 from tests.support.fuzz.cases import files_under, hostile, mutated, refusal
 from tests.support.training import make_batch
 
@@ -150,8 +150,8 @@ class Trainer:
         self.manifest = json.loads((self.base / "megazoo.json").read_text())
         self.trainer = json.loads((self.base / "trainer.json").read_text())
         kept = settings_to_resume(CommandLine.read([]).options())
-        # All that is in these groups may be kept: what is None is left out where it is saved.
-        self.kept = {f.name for group in KEPT for f in fields(group)}
+        # What is None is left out where it is saved.
+        self.kept = {name for name, setting in described(Options).items() if setting.kept}
         assert kept.keys() <= self.kept
 
     def __call__(self, chance: random.Random, directory: Path) -> None:
