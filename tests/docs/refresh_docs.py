@@ -17,7 +17,7 @@ import tempfile
 from dataclasses import MISSING, fields, is_dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import Literal, get_args, get_origin
 
 import nbformat
 
@@ -33,6 +33,7 @@ from megazoo.formats.gguf.architecture import ARCHITECTURES  # noqa: E402
 from megazoo.formats.hugging_face.export import hugging_face_config  # noqa: E402
 from megazoo.layers.rotary import SCALINGS  # noqa: E402
 from megazoo.programs import models  # noqa: E402
+from megazoo.settings import kinds_of  # noqa: E402
 from megazoo.trainer import options as settings  # noqa: E402
 from tests.support.notebook import NOTEBOOK, executed  # noqa: E402
 
@@ -82,9 +83,9 @@ def flag_table() -> str:
     tables = []
     for group in (*groups, settings.Options):
         heading = HEADINGS[group.__name__]
-        hints, texts = get_type_hints(group, include_extras=True), texts_of(group)
+        kinds, texts = kinds_of(group), texts_of(group)
         rows = [
-            row(f, hints[f.name], " ".join(texts.get(f.name, "").split()))
+            row(f, kinds[f.name.rstrip("_")], " ".join(texts.get(f.name, "").split()))
             for f in fields(group)
             if group is not settings.Options or not is_dataclass(f.default_factory)
         ]
