@@ -238,3 +238,17 @@ def malformed(path: Path) -> Iterator[None]:
         raise type(error)(f"{path}: {error}") from error
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path} is malformed: {type(error).__name__} {error}") from error
+
+
+def append_line(path: Path, line: bytes) -> None:
+    """Append a line to a file atomically: on an error, a partial line is removed."""
+    with open(path, "ab", buffering=0, opener=open_at_once) as file:
+        before = os.fstat(file.fileno())
+        try:
+            written = file.write(line)
+            if written < len(line):  # this write raises the error
+                file.write(line[written:])
+        except OSError:
+            if stat.S_ISREG(before.st_mode):
+                file.truncate(before.st_size)
+            raise

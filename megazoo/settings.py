@@ -4,10 +4,15 @@ The docstring under a field is the help of its flag. A group of settings is a fi
 made by its dataclass. Nothing here imports torch, which --help does not need.
 """
 
+import ast
 import contextlib
+import inspect
 import math
+import textwrap
+from collections.abc import Callable, Iterable
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import (
     TYPE_CHECKING,
@@ -48,6 +53,7 @@ class Setting:
         least, most: Smallest and largest number. None: 10**12 for integers.
         below: Bound that a number must stay below.
         longest: Largest number of characters of a text.
+        choices: Returns the valid values of a text.
         output: Whether it names something that the run writes.
         result: Whether it changes what a run computes. An output never does.
         kept: Whether a checkpoint stores it for a resumed run.
@@ -67,6 +73,7 @@ class Setting:
     most: float | None = None
     below: float = math.inf
     longest: int | None = None
+    choices: Callable[[], Iterable[str]] | None = None
     output: bool = False
     result: bool = True
     kept: bool = False
@@ -112,6 +119,8 @@ def described(kind: type) -> dict[str, Setting]:
 def check_value(setting: Setting, name: str, value: Any, origin: str = "") -> None:
     """Raise UserError if the value of a setting is out of its range. origin: the file it is in."""
     name = f"{origin}: {name}" if origin else flag_of(name)
+    if setting.choices and value is not None and value not in setting.choices():
+        raise UserError(f"{name} is {brief(value)}: use one of {', '.join(setting.choices())}")
     if setting.longest and value and len(value) > setting.longest:
         raise UserError(f"{name} has {len(value)} characters: use at most {setting.longest}")
     if not isinstance(value, int | float) or isinstance(value, bool):
@@ -322,3 +331,37 @@ def choices_of(kind) -> tuple:
     if get_origin(kind) is Literal:
         return get_args(kind)
     return sum(map(choices_of, get_args(kind)), ())
+
+
+def texts_of(kind: type) -> dict[str, str]:
+    """Return the docstrings under the fields of a dataclass, in their order."""
+    texts = {}
+    for part in filter(inspect.get_annotations, reversed(kind.__mro__)):
+        texts |= own_texts(part)
+    return texts
+
+
+def own_texts(kind: type) -> dict[str, str]:
+    """Return the docstrings under the fields of a dataclass, without those of its base classes.
+
+    A dictionary TEXTS of the class has functions that return the texts of further fields.
+    """
+    try:
+        source = inspect.getsource(kind)
+    except (OSError, TypeError):  # made by a function
+        source = "class Made: ..."
+    parsed: Any = ast.parse(textwrap.dedent(source))
+    texts: dict[str, Any] = {}
+    for setting, below in pairwise(parsed.body[0].body):
+        documented = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+        if isinstance(setting, ast.AnnAssign) and documented:
+            texts[ast.unparse(setting.target)] = below.value.value
+    return texts | {name: text() for name, text in vars(kind).get("TEXTS", {}).items()}
+
+
+def metavar_of(kind) -> str:
+    """Return the placeholder of a value in help texts: {a,b} for literals, otherwise the type."""
+    choices = choices_of(kind)
+    return (
+        f"{{{','.join(map(str, choices))}}}" if choices else _without_about(kind).__name__.upper()
+    )

@@ -6,11 +6,12 @@ from collections.abc import Iterable
 from megazoo.errors import nearest
 from megazoo.settings import described, flag_of
 from megazoo.trainer.options import Options
+from megazoo.trainer.outputs import OUTPUTS
 
 OTHER = {
     "batch-size": "--micro-batch-size (per forward pass) or --global-batch-size (per step)",
     "training.local-batch-size": "--micro-batch-size and --global-batch-size",
-    "report-to": "--tensorboard or --wandb or --trackio",
+    "report-to": " or ".join(flag_of(name) for name, each in OUTPUTS.items() if each.package),
     "ranks": "--dp (replicas; the number of ranks is tp x pp x cp x dp), or --gpus to search",
     "fsdp": "--zero 1 (it shards the optimizer state; sharded parameters are not supported)",
 }

@@ -1,12 +1,10 @@
 """Fill dataclasses from a command line, with errors in one line. Also: types of flags that several
 programs use."""
 
-import ast
 import contextlib
 import inspect
 import io
 import re
-import textwrap
 from dataclasses import fields, make_dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -32,8 +30,10 @@ from megazoo.settings import (
     flag_of,
     group_of,
     kinds_of,
+    own_texts,
     settings_of,
     spelled_out,
+    texts_of,
     with_settings,
 )
 
@@ -106,32 +106,13 @@ def _give_help(kind: type) -> None:
     tyro would also find the docstrings, but show every line as a separate paragraph.
     """
     for part in filter(inspect.get_annotations, kind.__mro__):
-        for name, text in _own_texts(part).items():
+        for name, text in own_texts(part).items():
+            text = text.replace("{families}", ", ".join(PRESETS))
             described = Annotated[part.__annotations__[name], _help(text)]
             part.__annotations__[name] = described
     for f in fields(kind):
         if group := group_of(f):
             _give_help(group)
-
-
-def texts_of(kind: type) -> dict[str, str]:
-    """Return the docstrings under the fields of a dataclass, in their order."""
-    texts = {}
-    for part in filter(inspect.get_annotations, reversed(kind.__mro__)):
-        texts |= _own_texts(part)
-    return texts
-
-
-def _own_texts(kind: type) -> dict[str, str]:
-    """Return the docstrings under the fields of a dataclass, without those of its base classes."""
-    parsed: Any = ast.parse(textwrap.dedent(inspect.getsource(kind)))
-    texts: dict[str, Any] = {}
-    for setting, below in pairwise(parsed.body[0].body):
-        documented = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
-        if isinstance(setting, ast.AnnAssign) and documented:
-            text = below.value.value.replace("{families}", ", ".join(PRESETS))
-            texts[ast.unparse(setting.target)] = text
-    return texts
 
 
 def _help(text: str) -> Any:

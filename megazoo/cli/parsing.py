@@ -4,6 +4,7 @@ import os
 import stat
 import tomllib
 from dataclasses import dataclass
+from pathlib import Path
 
 from megazoo.cli.elsewhere import about_unknown
 from megazoo.cli.flags import parse_flags
@@ -11,7 +12,9 @@ from megazoo.cli.options import ImportOption
 from megazoo.environment import world_size
 from megazoo.errors import UserError
 from megazoo.files import brief, regular_file
+from megazoo.optim.learning_rate import LR_SCHEDULES, own_options
 from megazoo.settings import (
+    check_text,
     check_value,
     described,
     flag_of,
@@ -19,7 +22,7 @@ from megazoo.settings import (
     typed_settings,
     with_settings,
 )
-from megazoo.trainer.options import Options
+from megazoo.trainer.options import Options, parts_of, with_registered
 from megazoo.trainer.rules import check_values
 from megazoo.user_files import run_file
 
@@ -50,11 +53,17 @@ class CommandLine:
 
         Args:
             words, description: see `parse_flags`.
-            kind: `Options` or a subclass.
+            kind: `Options` or a subclass. The file of --import may register further settings.
         """
         name = _value_of("--config", words)
-        file, is_pipe = _toml_settings(name) if name else ({}, False)
-        file = typed_settings(Options, file, name or "", words=True)
+        file, is_pipe = _toml_in(name) if name else ({}, False)
+        imported = _value_of("--import", words) or file.get("import")
+        if imported and isinstance(imported, str):
+            check_text("--import", imported)
+            run_file(Path(imported))
+        kind = with_registered(kind)
+        _check_keys(kind, file, name or "")
+        file = typed_settings(kind, file, name or "", words=True)
         flags = {flag_of(word)[2:].replace("-", "_") for word in words if word.startswith("--")}
         line = cls(words, kind(), file, flags)
         line.parsed = parse_flags(kind, words, description, line._below_flags({}))
@@ -75,8 +84,9 @@ class CommandLine:
             resumed: `settings_to_resume` of the resumed run. Settings of the user override them.
             origin: file of the resumed settings, for error messages.
         """
-        resumed = typed_settings(Options, resumed or {}, origin)
-        settings = described(type(self.parsed))
+        kind = type(self.parsed)
+        resumed, settings = typed_settings(kind, resumed or {}, origin), described(kind)
+        resumed = self._without_stale(resumed)
         for name, value in resumed.items():
             check_value(settings[name], name, value, origin)
         below = self._below_flags(resumed)
@@ -85,6 +95,15 @@ class CommandLine:
         if options.data.mock_data:
             options.data.data = ("mock",)
         return options
+
+    def _without_stale(self, resumed: dict) -> dict:
+        """Drop the options of the resumed run's learning-rate schedule if the user selects another
+        schedule."""
+        name = self.parsed.optimizer.lr_schedule or self.file.get("lr_schedule")
+        if name not in LR_SCHEDULES:
+            return resumed
+        stale = parts_of("optimizer").keys() - own_options(LR_SCHEDULES[name])
+        return {key: value for key, value in resumed.items() if key not in stale}
 
     def _below_flags(self, resumed: dict) -> dict:
         """Return the settings of a checkpoint, overridden by those of the file.
@@ -172,20 +191,24 @@ def _settings_in(file: str) -> tuple[bytes, bool]:
     return data, stat.S_ISFIFO(status.st_mode)
 
 
-def _toml_settings(file: str) -> tuple[dict, bool]:
-    """Return the settings of a TOML file, and whether the file is a pipe. Keys are the names of
-    flags with underscores."""
-    settings = described(Options)
-    known = {name: d for name, d in settings_of(Options).items() if settings[name].in_files}
+def _toml_in(file: str) -> tuple[dict, bool]:
+    """Return the contents of a TOML file, and whether the file is a pipe."""
     try:
         data, is_pipe = _settings_in(file)
-        settings = tomllib.loads(data.decode())
+        return tomllib.loads(data.decode()), is_pipe
     except OSError as error:
         raise UserError(f"--config {file}: {error.strerror}") from error
     except UserError:
         raise
     except (ValueError, RecursionError) as error:  # invalid or too deeply nested TOML
         raise UserError(f"--config {file} is not TOML: {error}") from error
+
+
+def _check_keys(kind: type, settings: dict, file: str) -> None:
+    """Raise UserError for unknown keys of a TOML file, and for tables and lists in place of single
+    values. Keys are the names of flags with underscores."""
+    declared = described(kind)
+    known = {name: d for name, d in settings_of(kind).items() if declared[name].in_files}
     if unknown := [key for key in settings if key not in known]:
         raise UserError(f"{file}: {about_unknown('key', unknown, set(known))}")
     for key, value in settings.items():
@@ -194,4 +217,3 @@ def _toml_settings(file: str) -> tuple[dict, bool]:
             words = several and all(isinstance(each, str) for each in value)
             hint = f", such as {brief(','.join(value))}" if words and value else ""
             raise UserError(f"{file}: {key} must be a single value{hint}")
-    return settings, is_pipe

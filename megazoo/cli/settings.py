@@ -15,7 +15,6 @@ from megazoo.trainer.options import (
 from megazoo.trainer.preparation import complete
 from megazoo.trainer.run import Settings
 from megazoo.trainer.state import resumed_state
-from megazoo.user_files import run_file
 
 
 def resolve(arguments: list[str], description: str, kind: type = Options) -> Settings:
@@ -41,11 +40,9 @@ def resolve(arguments: list[str], description: str, kind: type = Options) -> Set
         line.parsed = with_settings(line.parsed, {"load": None})
         line.file.pop("load", None)
         options = line.merged()
-    if options.model.import_:
-        run_file(options.model.import_)
     weights = open_weights(options)
     resumed = weights.resumed(options)
-    state = resumed_state(resumed)
+    state = resumed_state(resumed, type(options))
     origin = str(resumed.path / TRAINER) if resumed else "the checkpoint"
     options = line.options(state["settings"], origin)
     return complete(line.words, options, weights, state, resuming=resumed is not None)

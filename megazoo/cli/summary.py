@@ -130,7 +130,7 @@ def _kind_of(run: Run) -> str:
 
 def summary(run: Run, recorder: Recorder) -> str:
     """Return the result of a run and the next commands, one per line."""
-    ctx, saved, metrics = recorder.model.ctx, recorder.saver.saved, run.options.logging.metrics
+    ctx, saved, metrics = recorder.model.ctx, recorder.saver.saved, run.options.values["metrics"]
     stopped = f"stopped by {recorder.stopped_by}: " if recorder.stopped_by else ""
     steps = f"{run.first_step + 1} to {recorder.step}"
     losses = ", ".join(f"{name} loss {value:.4f}" for name, value in recorder.losses.items())

@@ -50,7 +50,7 @@ from megazoo.testing import Layout
 from megazoo.testing.layouts import check_model
 from megazoo.trainer.adapters import Weights, open_weights
 from megazoo.trainer.options import Options as TrainingProgram
-from megazoo.trainer.options import ParallelOptions, layout_settings
+from megazoo.trainer.options import ParallelOptions, layout_settings, with_registered
 from megazoo.trainer.record import (
     RECORD,
     Recorded,
@@ -117,7 +117,7 @@ def main(arguments: list[str]) -> None:
     own, layouts = own_layout(recorded, settings), [None]
     if options.layouts:
         layouts = [Layout.named(name) for name in options.layouts.split(",")]
-    program = with_settings(TrainingProgram(), settings)
+    program = with_settings(with_registered(TrainingProgram)(), settings)
     weights = open_weights(program)
     for layout in layouts:
         check_layout(layout, own, recorded, model_config(program.model, weights.described))
@@ -141,11 +141,12 @@ def settings_of(recorded: Recorded, options: Options, origin: str) -> dict:
 
     Raises UserError for settings that no valid record has.
     """
-    declared = described(TrainingProgram)
+    kind = with_registered(TrainingProgram)
+    declared = described(kind)
     for name in recorded.settings.keys() & declared.keys():
         if not declared[name].result:
             raise UserError(f"{origin}: settings has {name}, which does not affect the computation")
-    settings = typed_settings(TrainingProgram, recorded.settings, origin)
+    settings = typed_settings(kind, recorded.settings, origin)
     for name, value in settings.items():
         check_value(declared[name], name, value, origin)
     for name in REQUIRED:

@@ -17,7 +17,7 @@ from megazoo.data.order import Blend
 from megazoo.data.samples import Sample, sample_of
 from megazoo.engine.auxiliary import counts_tokens
 from megazoo.optim.base import MASTER
-from megazoo.optim.learning_rate import learning_rate
+from megazoo.optim.learning_rate import lr_schedule
 from megazoo.optim.loss_scale import LossScale
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.layout import Layout
@@ -37,7 +37,7 @@ from megazoo.testing.trial import Subject, build, import_once
 
 STOP, LAST = 2, 4  # steps before the checkpoint, and of the whole run
 SAMPLES = 30  # of the dataset: epochs end within steps
-SCHEDULE = {"schedule": "cosine", "lr": 2e-3, "min_lr": 0.0, "warmup_steps": 3, "steps": 6}
+SCHEDULE = lr_schedule("cosine", lr=2e-3, min_lr=0.0, warmup_steps=3, steps=6)
 WEIGHTS = "weights"  # the name of the parameters among the states
 
 
@@ -214,7 +214,7 @@ def _take_step(
             schedule=layout.schedule,
             step=step,
         )
-    optimizer.lr = learning_rate(step, **SCHEDULE)
+    optimizer.lr = SCHEDULE.rate(step)
     run.rates[step] = {
         name: (group["lr"], group["weight_decay"])
         for group in optimizer.param_groups
@@ -229,7 +229,7 @@ def _rates_by_definition(model: Any, optimizer: str, step: int) -> dict[str, tup
     """Return the learning rate and the weight decay that each trained parameter must have in a
     step: a linear warm-up, then a cosine. Matrices of Muon have the rate of Muon, and AdamW's is
     proportional to it. Only parameters that decay have weight decay: see ParameterSpec."""
-    peak, warmup, steps = SCHEDULE["lr"], SCHEDULE["warmup_steps"], SCHEDULE["steps"]
+    peak, warmup, steps = SCHEDULE.lr, SCHEDULE.warmup_steps, SCHEDULE.steps
     fraction = max(0, step - warmup) / (steps - warmup)
     rate = peak * min(1, step / warmup) * (1 + math.cos(math.pi * fraction)) / 2
     matrices = matrix_rows_of(optimizer, model)

@@ -68,7 +68,7 @@ def build(run: Run, ctx: ParallelContext) -> tuple[Model, AdamW]:
 def train_steps(run: Run, model: Model, optimizer: AdamW, data: Data, recorder: Recorder) -> None:
     """Train until the last step, or until a signal stops the run."""
     workers, schedule = run.options.data.data_workers, run.options.parallel.schedule
-    microbatches = run.microbatches(model.ctx)
+    microbatches, lr_schedule = run.microbatches(model.ctx), run.lr_schedule
     starts = run.batch_starts
     with closing(data.training.ahead(starts, workers)) as batches:
         for step, start in enumerate(starts, run.first_step + 1):
@@ -78,7 +78,7 @@ def train_steps(run: Run, model: Model, optimizer: AdamW, data: Data, recorder: 
                 loss = model.train_batch(
                     **batch, num_microbatches=microbatches, schedule=schedule, step=step
                 )
-                optimizer.lr = run.learning_rate(step)
+                optimizer.lr = lr_schedule.rate(step)
                 with spent("optimizer"):
                     norm = optimizer.step()
                     # The only synchronization with a GPU per step.

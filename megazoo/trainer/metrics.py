@@ -1,28 +1,24 @@
-"""Metrics of a run: lines on the terminal, a JSONL file with one object per step, TensorBoard,
-Weights & Biases, trackio and traces."""
+"""Metrics of a run: lines on the terminal, outputs such as a file or a service, and traces."""
 
-import json
-import os
 import resource
-import stat
 import sys
-import threading
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megazoo.errors import UserError, advise
-from megazoo.files import open_at_once, reason_of
+from megazoo.errors import advise
+from megazoo.files import reason_of
+from megazoo.settings import flag_of
 from megazoo.terminal import clock
+from megazoo.trainer.outputs import OUTPUTS
 
 if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+    pass
 
 # TFLOP/s of dense bf16 matrix products (fp16 on the V100), by a part of the device's name. The
 # first match is used.
@@ -62,108 +58,56 @@ def peak_memory(device: torch.device) -> int:
 
 
 class Metrics:
-    """Writes metrics to a JSONL file, TensorBoard, Weights & Biases and trackio, each optional.
+    """Writes metrics to the outputs of a run, on rank 0.
 
     A later write error, such as a full disk, does not end the run: it is reported once on stderr,
-    and the other outputs continue.
+    and the other outputs continue. Use it as a context manager, which closes the outputs.
 
     Args:
-        path: the JSONL file. Lines are appended.
-        tensorboard: TensorBoard's directory. Its values after `step` are hidden.
-        wandb, trackio: name of the project.
-        step: step at which this start of the run begins.
-        runs: the id (wandb) and the name (trackio) of the runs to resume. By default, new runs are
-            created.
-        settings: settings to show on the pages of the runs.
+        values: The value of the flag of each output to open, by its registered name.
+        step: Step at which this start of the run begins.
+        runs: The `run_id` of outputs to resume. By default, new runs are created.
+        settings: Settings to show on the pages of the runs.
 
     Attributes:
-        runs: the id (wandb) and the name (trackio) of the open runs.
-        lost: for the flag of each failed output, the step and the reason.
+        runs: The `run_id` of the open outputs that have one.
+        lost: For the flag of each failed output, the step and the reason.
 
     Raises:
-        UserError: an output cannot be opened.
+        UserError: An output cannot be opened.
     """
 
     def __init__(
         self,
-        path: Path | None = None,
-        tensorboard: Path | None = None,
-        wandb: str | None = None,
-        trackio: str | None = None,
+        values: dict[str, Any] | None = None,
         *,
         step: int = 0,
-        runs: dict[str, Any] | None = None,
+        runs: dict[str, str] | None = None,
         settings: dict | None = None,
     ):
-        self.path, self.board, self.wandb_run, self.trackio_run = path, None, None, None
-        runs, self.runs = runs or {}, {}
         self.lost: dict[str, str] = {}
-        flag = f"--metrics {path}"
-        try:
-            if path:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                os.close(open_at_once(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT))
-            flag = f"--tensorboard {tensorboard}"
-            if tensorboard:
-                self.board = _open_board(tensorboard, step)
-        except OSError as error:
-            raise UserError(f"{flag}: {reason_of(error)}", exit_code=1) from error
-        if wandb:
-            self.wandb_run = _open_wandb(wandb, runs.get("wandb"), settings)
-            self.runs["wandb"] = self.wandb_run.id
-        if trackio:
-            self.trackio_run = _open_trackio(trackio, runs.get("trackio"), settings)
-            self.runs["trackio"] = self.trackio_run.name
+        self.outputs, runs = {}, runs or {}
+        for name, value in (values or {}).items():
+            output = OUTPUTS[name]()
+            output.open(value, run_id=runs.get(name), settings=settings or {}, step=step)
+            self.outputs[name] = output
+        opened = self.outputs.items()
+        self.runs = {name: output.run_id for name, output in opened if output.run_id}
 
     def write(self, step: int, values: dict) -> None:
-        """Write the metrics of a step, or of an evaluation after it.
+        """Write the metrics of a step, or of an evaluation after it: see `Output.write`."""
+        for name, output in list(self.outputs.items()):
+            write = partial(output.write, step, values)
+            if not kept(flag_of(name), step, self.lost, write, output.errors):
+                del self.outputs[name]
 
-        Args:
-            step: number of the step.
-            values: metrics. Names of an evaluation start with eval_ or test_. None: the
-                metric has no value. Only the file has values that are not numbers.
-        """
-        if self.path:
-            line = (json.dumps({"step": step, **values}) + "\n").encode()
-            if not kept("--metrics", step, self.lost, lambda: append_line(self.path, line)):
-                self.path = None
-        named = {}  # with groups: train/loss, eval/loss
-        for key, value in values.items():
-            kind, name = (
-                (key[:4], key[5:]) if key.startswith(("eval_", "test_")) else ("train", key)
-            )
-            if isinstance(value, int | float):
-                named[f"{kind}/{name}"] = value
-        if self.board and not kept(
-            "--tensorboard", step, self.lost, partial(self._show, self.board, named, step)
-        ):
-            self.board = None
-        if self.wandb_run and not kept(
-            "--wandb",
-            step,
-            self.lost,
-            lambda: self.wandb_run.log({"step": step, **named}),
-            Exception,
-        ):
-            self.wandb_run = None
-        if self.trackio_run and not kept(
-            "--trackio", step, self.lost, lambda: self.trackio_run.log(named, step=step), Exception
-        ):
-            self.trackio_run = None
+    def __enter__(self) -> "Metrics":
+        return self
 
-    def close(self) -> None:
-        """Close TensorBoard, Weights & Biases and trackio, if open."""
-        if self.board:
-            kept("--tensorboard", None, self.lost, self.board.close)
-        if self.wandb_run:
-            kept("--wandb", None, self.lost, self.wandb_run.finish, Exception)
-        if self.trackio_run:  # after trackio_run.finish(), the exit would finish it again
-            kept("--trackio", None, self.lost, import_module("trackio").finish, Exception)
-
-    @staticmethod
-    def _show(board: "SummaryWriter", named: dict, step: int) -> None:
-        for name, value in named.items():
-            board.add_scalar(name, value, step)
+    def __exit__(self, kind, error, traceback) -> None:
+        for name, output in self.outputs.items():
+            close = partial(output.close, failed=kind is not None)
+            kept(flag_of(name), None, self.lost, close, output.errors)
 
 
 def kept(
@@ -195,59 +139,6 @@ def kept(
         advise(f"{flag} could not be written {lost[flag]}; the run continues without it")
         return False
     return True
-
-
-def append_line(path: Path, line: bytes) -> None:
-    """Append a line to a file atomically: on an error, a partial line is removed."""
-    with open(path, "ab", buffering=0, opener=open_at_once) as file:
-        before = os.fstat(file.fileno())
-        try:
-            written = file.write(line)
-            if written < len(line):  # this write raises the error
-                file.write(line[written:])
-        except OSError:
-            if stat.S_ISREG(before.st_mode):
-                file.truncate(before.st_size)
-            raise
-
-
-def _open_board(directory: Path, step: int):
-    """Open TensorBoard's files. An OSError in its writer thread is raised by the next write, and
-    the thread prints no traceback."""
-    from torch.utils.tensorboard import SummaryWriter  # the import takes seconds and much memory
-
-    usual = threading.excepthook
-
-    def hook(failure) -> None:
-        its_own = type(failure.thread).__module__.startswith("tensorboard.")
-        if not its_own or not isinstance(failure.exc_value, OSError):
-            usual(failure)
-
-    threading.excepthook = hook
-    return SummaryWriter(str(directory), purge_step=step + 1)
-
-
-def _open_wandb(project: str, run: str | None, settings: dict | None):
-    """Open a run in a project of Weights & Biases: a new run, or the run with an id."""
-    wandb: Any = import_module("wandb")  # optional dependency
-    try:
-        opened = wandb.init(project=project, id=run, resume="allow", config=settings)
-    except wandb.Error as error:  # for example, no login or no connection
-        raise UserError(
-            f"--wandb {project}: {error}; WANDB_MODE=offline needs no connection", exit_code=1
-        ) from error
-    # The built-in step of wandb cannot return to the step of a checkpoint.
-    opened.define_metric("*", step_metric="step")
-    return opened
-
-
-def _open_trackio(project: str, run: str | None, settings: dict | None):
-    """Open a run in a project of trackio: a new run, or the run with a name."""
-    trackio: Any = import_module("trackio")  # optional dependency
-    try:
-        return trackio.init(project, name=run, resume="allow", config=settings, embed=False)
-    except Exception as error:  # errors of trackio and of the Hugging Face hub
-        raise UserError(f"--trackio {project}: {error}", exit_code=1) from error
 
 
 @contextmanager

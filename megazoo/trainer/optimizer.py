@@ -16,7 +16,9 @@ def make_optimizer(options: Options, model: Model) -> AdamW:
     )
     common = {"clip_grad": chosen.clip_grad, "zero": zero, "loss_scale": loss_scale}
     if chosen.optimizer == "adamw":
-        return AdamW(model, **adamw, **common, offload=options.parallel.offload_optimizer)
+        return AdamW(
+            model, chosen.lr, **adamw, **common, offload=options.parallel.offload_optimizer
+        )
     return Muon(
         model,
         chosen.muon_lr,

@@ -5,15 +5,41 @@ The docstring of a field is the help of its flag. This module does not import to
 does not need.
 """
 
-from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass, replace
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    NamedTuple,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import tyro
 
 from megazoo.environment import world_size
+from megazoo.optim.learning_rate import LR_SCHEDULES, LRSchedule, own_options
 from megazoo.parallel.layout import Layout
 from megazoo.parallel.schedule import SCHEDULES
-from megazoo.settings import TO_FILL, File, Filled, Name, OutputFile, about, unset
+from megazoo.settings import (
+    TO_FILL,
+    File,
+    Filled,
+    Name,
+    OutputFile,
+    about,
+    metavar_of,
+    settings_of,
+    texts_of,
+    unset,
+)
+from megazoo.trainer.outputs import OUTPUTS
+from megazoo.trainer.outputs.base import Output
 
 if TYPE_CHECKING:
     from megazoo.lora.settings import LoRASettings
@@ -34,6 +60,82 @@ BY_DEVICE = tyro.conf.arg(
 def default_dtype(device: str) -> DtypeName:
     """Return the default of --dtype for a new run. device: "cuda" or "cpu"."""
     return "bfloat16" if device == "cuda" else "float32"
+
+
+class Part(NamedTuple):
+    """A setting of a registered part. text: returns its help."""
+
+    kind: Any
+    text: Callable[[], str]
+
+
+def parts_of(group: str) -> dict[str, Part]:
+    """Return the settings of registered parts, by name. They are None by default.
+
+    group: logging, for the flags of outputs; optimizer, for the options of learning-rate schedules.
+    """
+    if group == "logging":
+        return {name: _of_output(output) for name, output in OUTPUTS.items()}
+    return {
+        option: _of_schedule(name, schedule, option)
+        for name, schedule in LR_SCHEDULES.items()
+        for option in own_options(schedule)
+    }
+
+
+def _of_output(output: type[Output]) -> Part:
+    """Return the setting of an output's flag."""
+    declared = about(output=True, megatron=output.megatron)
+    kind: Any = output.kind()
+    kind = Annotated[kind | None, unset(output.metavar, "none"), declared]
+    return Part(kind, lambda: inspect.getdoc(output) or "")
+
+
+def _of_schedule(name: str, schedule: type[LRSchedule], option: str) -> Part:
+    """Return the setting of an option of a learning-rate schedule."""
+    kind = get_type_hints(schedule, include_extras=True)[option]
+    default = schedule.__dataclass_fields__[option].default
+    bare, *declared = get_args(kind) if get_origin(kind) is Annotated else (kind,)
+    kind = Annotated[bare | None, unset(metavar_of(bare), str(default))]
+    for each in declared:
+        kind = Annotated[kind, each]
+    return Part(kind, lambda: f"With --lr-schedule {name}: {texts_of(schedule)[option]}")
+
+
+def with_parts(group: str) -> Callable[[type], type]:
+    """Return a class decorator that declares the settings of a group's registered parts."""
+
+    def declared(options: type) -> type:
+        parts = parts_of(group)
+        options.__annotations__ |= {name: part.kind for name, part in parts.items()}
+        for name in parts:
+            setattr(options, name, None)
+        options.TEXTS = {name: part.text for name, part in parts.items()}
+        return options
+
+    return declared
+
+
+def with_registered(kind: type) -> type:
+    """Return the settings with those of the parts that a file of --import has registered.
+
+    kind: `Options` or a subclass.
+    """
+    groups = {}
+    for name in ("logging", "optimizer"):
+        group: Any = kind.__dataclass_fields__[name].default_factory
+        new = {key: part for key, part in parts_of(name).items() if key not in settings_of(group)}
+        if new:
+            members = [(key, part.kind, None) for key, part in new.items()]
+            texts = {"TEXTS": {key: part.text for key, part in new.items()}}
+            groups[name] = make_dataclass(group.__name__, members, bases=(group,), namespace=texts)
+    if not groups:
+        return kind
+    made = [
+        (name, tyro.conf.OmitArgPrefixes[group], field(default_factory=group))
+        for name, group in groups.items()
+    ]
+    return make_dataclass(kind.__name__, made, bases=(kind,))
 
 
 @dataclass
@@ -339,6 +441,7 @@ class LoRAOptions:
 
 
 @dataclass
+@with_parts("optimizer")
 class OptimizerOptions:
     """The optimizer, its learning rate and clipping."""
 
@@ -374,15 +477,21 @@ class OptimizerOptions:
     ] = TO_FILL
     """Final learning rate after decay."""
     lr_schedule: Annotated[
-        Filled[Literal["cosine", "linear", "constant", "wsd"]],
+        Filled[str],
         unset(
-            "{cosine,linear,constant,wsd}",
+            f"{{{','.join(LR_SCHEDULES)},...}}",
             "linear for a tiny preset from random weights, otherwise cosine",
         ),
-        about(follows=True, megatron="lr-decay-style", trainer="lr-scheduler-type"),
+        about(
+            choices=lambda: LR_SCHEDULES,
+            follows=True,
+            megatron="lr-decay-style",
+            trainer="lr-scheduler-type",
+        ),
     ] = TO_FILL
-    """Decay of the learning rate after the warm-up. wsd (warmup-stable-decay): constant, then
-    linear decay over the last fifth."""
+    """Decay of the learning rate after the warm-up: one of these, or one that --import registers.
+    wsd (warmup-stable-decay): constant, then a decay over the last --lr-decay-share of the
+    steps."""
     warmup_steps: Annotated[
         Filled[int],
         unset("INT", "3 % of the steps, 10 % for a tiny preset from random weights; at most 2000"),
@@ -410,6 +519,13 @@ class OptimizerOptions:
     """Decay rate of Adam's first moment."""
     beta2: Annotated[float, about(below=1, megatron="adam-beta2")] = 0.95
     """Decay rate of Adam's second moment."""
+
+    @property
+    def of_schedule(self) -> dict[str, Any]:
+        """The given options of the learning-rate schedule, by name."""
+        known = own_options(LR_SCHEDULES[self.lr_schedule])
+        values = {name: getattr(self, name) for name in known}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass
@@ -535,6 +651,7 @@ class EvaluationOptions:
 
 
 @dataclass
+@with_parts("logging")
 class LoggingOptions:
     """Progress lines, metrics and profiles."""
 
@@ -544,18 +661,9 @@ class LoggingOptions:
         int, about(least=1, trainer="logging-steps", torchtitan="metrics.log-freq")
     ] = 10
     """Steps between progress lines on the terminal."""
-    metrics: Annotated[OutputFile, about(megatron="log-params-norm FILE")] = None
-    """File to append metrics to, one JSON object per step."""
     record: OutputFile = None
     """Directory for a reproducibility record: settings, checksums of the inputs, versions, and the
     loss of every step. `megazoo check run` repeats the run in any parallel layout."""
-    tensorboard: Annotated[OutputFile, about(megatron="tensorboard-dir")] = None
-    """Directory for TensorBoard logs of the same metrics."""
-    wandb: Annotated[Name, about(output=True, megatron="wandb-project")] = None
-    """Weights & Biases project for the same metrics. WANDB_MODE=offline stores them locally."""
-    trackio: Annotated[Name, about(output=True)] = None
-    """trackio project for the same metrics; `trackio show` plots them. They stay on this machine,
-    unless TRACKIO_SPACE_ID names a Space on the Hugging Face hub."""
     peak_tflops: Annotated[float | None, unset("FLOAT", "the device's in bf16, where known")] = None
     """Peak TFLOP/s of one device, used to compute MFU (model FLOPs utilization)."""
     profile: Annotated[OutputFile, about(torchtitan="profiling.enable-profiling DIR")] = None

@@ -30,15 +30,15 @@ from megazoo.data.text_files import files_of_stream, is_streamed, is_text
 from megazoo.environment import restarts
 from megazoo.errors import UserError
 from megazoo.families.registry import family_of
-from megazoo.files import convert, json_object, read_bytes, reason_of, regular_file
+from megazoo.files import append_line, convert, json_object, read_bytes, reason_of, regular_file
 from megazoo.formats.megatron.source import is_iteration
 from megazoo.gguf_file import names_of_parts
 from megazoo.settings import described
 from megazoo.tokenizer import tokenizer_files
 from megazoo.trainer.adapters import Weights
-from megazoo.trainer.metrics import append_line
 from megazoo.trainer.options import (
     Options,
+    with_registered,
 )
 
 RECORD, STEPS = "record.json", "steps.jsonl"
@@ -347,7 +347,7 @@ def changes_since(before: Recorded, now: Recorded) -> list[str]:
 
     Weights are not compared: a resumed run loads them from its checkpoint.
     """
-    settings = described(Options).items()
+    settings = described(with_registered(Options)).items()
     names = {name for name, s in settings if s.result and not (s.may_change or s.in_manifest)}
     old, new = ({**each.settings, "dp": each.dp} for each in (before, now))
     lines = [

@@ -3,7 +3,7 @@ signals and errors that end a run early."""
 
 import math
 import uuid
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
@@ -29,6 +29,7 @@ from megazoo.trainer.metrics import (
     peak_memory,
     traced_steps,
 )
+from megazoo.trainer.outputs import OUTPUTS
 from megazoo.trainer.record import Step, begin_record, record_step
 from megazoo.trainer.run import Run
 from megazoo.trainer.state import settings_to_resume
@@ -92,7 +93,7 @@ class Recorder:
             self.saver = stack.enter_context(saver)
             stack.enter_context(naming_absent_ranks(ctx))
             stack.enter_context(propagate_errors(ctx))
-            self.metrics = stack.enter_context(closing(_open_metrics(self.run, ctx)))
+            self.metrics = stack.enter_context(_open_metrics(self.run, ctx))
             self.record = log.record if is_rank_zero() else None
             if self.record:
                 begin_record(self.record, self.run, ctx, self.run_id)
@@ -256,14 +257,11 @@ def _open_metrics(run: Run, ctx: ParallelContext) -> Metrics:
     """Open the metrics on rank 0. Other ranks write no metrics."""
     if not is_rank_zero():
         return Metrics()
-    log = run.options.logging
     settings = {**asdict(run.config), **settings_to_resume(run.options)}
     settings |= {name: ctx.axis(name).size for name in AXES}
+    values = {name: run.options.values[name] for name in OUTPUTS}
     return Metrics(
-        log.metrics,
-        log.tensorboard,
-        log.wandb,
-        log.trackio,
+        {name: value for name, value in values.items() if value},
         step=run.first_step,
         runs=run.state.get("metric_runs"),
         settings=settings,

@@ -1,8 +1,6 @@
 """Check the settings of a run before anything is built."""
 
-import os
 from dataclasses import fields, replace
-from pathlib import Path
 
 from megazoo.checkpoint.locks import run_lock
 from megazoo.checkpoint.places import is_step_name
@@ -11,17 +9,18 @@ from megazoo.engine.auxiliary import check_joint_losses, declared_losses
 from megazoo.errors import UserError, any_of
 from megazoo.families.config import fields_of_training
 from megazoo.families.registry import FAMILIES, family_of, tiny_preset
-from megazoo.files import brief, reason_of
-from megazoo.lazy import is_installed
 from megazoo.models.counts import whole_model
 from megazoo.models.pretrained import with_labels
 from megazoo.models.registry import find_config
 from megazoo.models.rules import check_batch, check_layout, check_offload, check_sequence
+from megazoo.optim.learning_rate import LR_SCHEDULES, own_options
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.layout import Layout
 from megazoo.settings import check_value, described, flag_of
 from megazoo.trainer.adapters import NO_WEIGHTS, Weights, check_trained
-from megazoo.trainer.options import ModelOptions, Options
+from megazoo.trainer.options import ModelOptions, Options, parts_of
+from megazoo.trainer.outputs import OUTPUTS
+from megazoo.trainer.outputs.base import check_output, check_writable
 
 LABELS = ("num_labels", "problem_type", "pad_token_id")  # fields of a classifier's config
 
@@ -211,41 +210,19 @@ def _check_weights_stay(options: Options, weights: Weights) -> None:
 
 def _check_outputs(options: Options) -> None:
     """Check that the outputs of the run can be written, and that their packages are installed."""
-    log = options.logging
     directories = {
         "--save": options.checkpoint.save,
-        "--record": log.record,
-        "--tensorboard": log.tensorboard,
-        "--profile": log.profile,
+        "--record": options.logging.record,
+        "--profile": options.logging.profile,
     }
     for flag, directory in directories.items():
         if directory:
-            _check_writable(flag, directory)
+            check_writable(flag, directory)
     if options.checkpoint.save:
         run_lock(options.checkpoint.save).check()
-    boards = {"tensorboard": log.tensorboard, "wandb": log.wandb, "trackio": log.trackio}
-    for package, wanted in boards.items():
-        if wanted and not is_installed(package):
-            raise UserError(
-                f"--{package} needs the package {package}: install it, or remove --{package}"
-            )
-    if log.metrics:
-        _check_writable("--metrics", log.metrics.parent)
-        if log.metrics.is_dir():
-            raise UserError(f"--metrics {log.metrics} is a directory: use the name of a file")
-
-
-def _check_writable(flag: str, directory: Path) -> None:
-    """Raise UserError if a directory cannot be created or written, before the run starts."""
-    above = (directory, *directory.absolute().parents)
-    try:
-        existing = next(path for path in above if path.exists())
-    except OSError as error:  # for example, the name is too long
-        raise UserError(f"{flag} {brief(str(directory))}: {reason_of(error)}") from error
-    if not existing.is_dir():
-        raise UserError(f"{flag}: {existing} is not a directory")
-    if not os.access(existing, os.W_OK):
-        raise UserError(f"{flag}: no permission to write in {existing}")
+    for name in OUTPUTS:
+        if value := options.values.get(name):
+            check_output(name, value)
 
 
 def check_steps(options: Options, first_step: int) -> None:
@@ -276,5 +253,11 @@ def check_values(options: Options) -> None:
     for name, value in options.values.items():
         check_value(settings[name], name, value)
     lr, min_lr = options.optimizer.lr, options.optimizer.min_lr
+    name = options.optimizer.lr_schedule
+    for option in parts_of("optimizer") if name else ():
+        if options.values[option] is not None and option not in own_options(LR_SCHEDULES[name]):
+            raise UserError(
+                f"{flag_of(option)} cannot be used with --lr-schedule {name}: remove it"
+            )
     if None not in (lr, min_lr) and min_lr > lr:
         raise UserError(f"--min-lr {min_lr} exceeds --lr {lr}: use a smaller --min-lr")

@@ -10,7 +10,7 @@ from megazoo.data.dataset import Sources
 from megazoo.data.labels import Labels
 from megazoo.environment import restarts, world_size
 from megazoo.formats.source import ModelSource
-from megazoo.optim.learning_rate import learning_rate
+from megazoo.optim.learning_rate import LRSchedule, lr_schedule
 from megazoo.parallel.agreement import Terms
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.device import choose_device
@@ -91,9 +91,8 @@ class Run(Settings):
 
         Paths are not included: they may differ between machines.
         """
-        settings, terms = described(type(self.options)), Terms()
-        agreed = {name: v for name, v in self.options.values.items() if settings[name].agreed}
-        terms.take({flag_of(name): value for name, value in agreed.items()})
+        terms = Terms()
+        terms.take(agreed(self.options))
         terms.take_config(self.config)
         return terms
 
@@ -175,33 +174,32 @@ class Run(Settings):
         training = self.options.training
         return training.global_batch_size // ctx.dp_size // training.micro_batch_size
 
-    def learning_rate(self, step: int) -> float:
-        """The learning rate of a step. With Muon, the rate of Muon, to which the rate of AdamW is
+    @property
+    def lr_schedule(self) -> LRSchedule:
+        """The learning-rate schedule. With Muon, that of Muon, to which the rate of AdamW is
         proportional."""
         optimizer = self.options.optimizer
         lr, min_lr = optimizer.lr, optimizer.min_lr
         if optimizer.optimizer == "muon":
             min_lr = min_lr * optimizer.muon_lr / lr if lr else 0.0
             lr = optimizer.muon_lr
-        return learning_rate(
-            step,
-            schedule=optimizer.lr_schedule,
+        return lr_schedule(
+            optimizer.lr_schedule,
             lr=lr,
             min_lr=min_lr,
             warmup_steps=optimizer.warmup_steps,
             steps=optimizer.lr_decay_steps,
+            **optimizer.of_schedule,
         )
 
     def note_on_decay(self) -> str | None:
         """Return a line if the learning rate was decayed before the first step of a resumed run,
         so that all steps have the final one; None otherwise."""
-        optimizer = self.options.optimizer
-        is_over = self.first_step >= optimizer.lr_decay_steps > 0
-        if not self.resuming or not is_over or optimizer.lr_schedule == "constant":
+        if not self.resuming or not self.lr_schedule.is_over(self.first_step):
             return None
         return (
-            f"the learning rate stays at --min-lr {optimizer.min_lr:g}: --lr-decay-steps "
-            f"{self.options.training.steps} extends the decay"
+            f"the learning rate stays at --min-lr {self.options.optimizer.min_lr:g}: "
+            f"--lr-decay-steps {self.options.training.steps} extends the decay"
         )
 
     def is_last(self, step: int) -> bool:
@@ -224,6 +222,12 @@ class Run(Settings):
         """Whether a regular checkpoint is due after a step."""
         interval = self.options.checkpoint.save_interval
         return self.is_last(step) or bool(interval and step % interval == 0)
+
+
+def agreed(options: Options) -> dict:
+    """Return the settings that must be the same on all ranks, by their flags."""
+    settings, values = described(type(options)), options.values.items()
+    return {flag_of(name): value for name, value in values if settings[name].agreed}
 
 
 def notes_on_changes(run: Run) -> list[str]:

@@ -73,11 +73,11 @@ def read_state(trainer: dict, file: Path) -> dict:
     return {**trainer, "metric_runs": runs}
 
 
-def resumed_state(checkpoint: Checkpoint | None) -> dict:
+def resumed_state(checkpoint: Checkpoint | None, kind: type = Options) -> dict:
     """Return the state of a run: its step, samples and tokens consumed, and settings.
 
-    Without a checkpoint, it is the initial state. UserError if the checkpoint is not from a
-    training run.
+    Without a checkpoint, it is the initial state. kind: `Options`, with the settings of registered
+    parts. UserError if the checkpoint is not from a training run.
     """
     if checkpoint is None:
         return {"step": 0, "consumed_samples": 0, "consumed_tokens": 0, "settings": {}}
@@ -89,21 +89,25 @@ def resumed_state(checkpoint: Checkpoint | None) -> dict:
         )
     file = checkpoint.path / TRAINER
     state = read_state(checkpoint.trainer, file)
-    _check_kept(state["settings"], file)
-    return {**state, "settings": typed_settings(Options, state["settings"], str(file))}
+    _check_kept(state, kind, file)
+    return {**state, "settings": typed_settings(kind, state["settings"], str(file))}
 
 
-def _check_kept(settings: dict, file: Path) -> None:
+def _check_kept(state: dict, kind: type, file: Path) -> None:
     """Raise UserError for settings that no checkpoint stores, above all paths of outputs.
 
     Unknown settings also raise an error, because omitting one might change the computation.
     `CommandLine` checks the types and ranges of valid settings.
     """
-    known = described(Options)
-    for name, value in settings.items():
+    known, imported = described(kind), state.get("import")
+    hint = f"; its run used --import {brief(imported)}" if isinstance(imported, str) else ""
+    for name, value in state["settings"].items():
         if name not in known or not known[name].kept:
+            hint = hint if name.isidentifier() and name not in known else ""
             name = name if name.isidentifier() else brief(name)
-            raise UserError(f"{file}: settings has {name}, which a checkpoint must not contain")
+            raise UserError(
+                f"{file}: settings has {name}, which a checkpoint must not contain{hint}"
+            )
         if name == "tokenizer" and value != "byte":
             raise UserError(
                 f"{file}: tokenizer is {brief(value)}: a checkpoint may only name byte, "

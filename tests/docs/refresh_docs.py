@@ -24,17 +24,18 @@ import nbformat
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from megazoo.cli.flags import texts_of  # noqa: E402
 from megazoo.commands import COMMANDS  # noqa: E402
 from megazoo.errors import UserError  # noqa: E402
 from megazoo.families.registry import FAMILIES  # noqa: E402
+from megazoo.families.table import PRESETS  # noqa: E402
 from megazoo.formats.configs import config_from_hugging_face  # noqa: E402
 from megazoo.formats.gguf.architecture import ARCHITECTURES  # noqa: E402
 from megazoo.formats.hugging_face.export import hugging_face_config  # noqa: E402
 from megazoo.layers.rotary import SCALINGS  # noqa: E402
 from megazoo.programs import models  # noqa: E402
-from megazoo.settings import kinds_of  # noqa: E402
+from megazoo.settings import flag_of, kinds_of, texts_of  # noqa: E402
 from megazoo.trainer import options as settings  # noqa: E402
+from megazoo.trainer.outputs import OUTPUTS  # noqa: E402
 from tests.support.notebook import NOTEBOOK, executed  # noqa: E402
 
 OPTIONS = ROOT / "docs" / "options.md"
@@ -83,7 +84,8 @@ def flag_table() -> str:
     tables = []
     for group in (*groups, settings.Options):
         heading = HEADINGS[group.__name__]
-        kinds, texts = kinds_of(group), texts_of(group)
+        kinds, families = kinds_of(group), ", ".join(PRESETS)
+        texts = {n: text.replace("{families}", families) for n, text in texts_of(group).items()}
         rows = [
             row(f, kinds[f.name.rstrip("_")], " ".join(texts.get(f.name, "").split()))
             for f in fields(group)
@@ -225,8 +227,22 @@ def model_tables() -> str:
     return "\n".join([family_table(), *presets])
 
 
+def output_table() -> str:
+    """Return a table of the outputs of metrics."""
+    rows = [
+        f"| `{flag_of(name)} {output.metavar}` | {' '.join((output.__doc__ or '').split())} |\n"
+        for name, output in OUTPUTS.items()
+    ]
+    return f"| flag | output |\n|---|---|\n{''.join(rows)}"
+
+
 # Page, what it takes, and the marks around it.
 TAKEN = {
+    ROOT / "docs" / "metrics.md": (
+        output_table,
+        "<!-- outputs: from megazoo/trainer/outputs -->\n",
+        "<!-- end of outputs -->\n",
+    ),
     OPTIONS: (flag_table, BEGIN, END),
     ROOT / "docs" / "command.md": (
         command_table,

@@ -15,6 +15,7 @@ import pytest
 from megazoo import pretrain
 from megazoo.errors import Advice, UserError
 from megazoo.trainer import metrics
+from megazoo.trainer.outputs import jsonl
 from tests.support.pretraining import ROOT, SMALL, records
 from tests.support.programs import python
 
@@ -25,7 +26,7 @@ def full(*_, **__):
 
 def test_a_disk_that_fills_up_ends_no_run(tmp_path, monkeypatch, capsys):
     """The metrics keep their whole lines, the run its checkpoint; what is lost is told twice."""
-    file, append = tmp_path / "metrics.jsonl", metrics.append_line
+    file, append = tmp_path / "metrics.jsonl", jsonl.append_line
 
     def filling(path, line):
         if json.loads(line)["step"] == 3:
@@ -38,7 +39,7 @@ def test_a_disk_that_fills_up_ends_no_run(tmp_path, monkeypatch, capsys):
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    monkeypatch.setattr(metrics, "append_line", filling)
+    monkeypatch.setattr(jsonl, "append_line", filling)
     from torch import profiler
 
     monkeypatch.setattr(profiler.profile, "export_chrome_trace", full)
@@ -62,13 +63,13 @@ def test_a_full_disk_for_tensorboard_ends_no_run(tmp_path, monkeypatch, capfd):
     """TensorBoard writes in a thread, whose own traceback is not shown."""
     from tensorboard.summary.writer import record_writer
 
-    log = metrics.Metrics(tensorboard=tmp_path)
+    log = metrics.Metrics({"tensorboard": tmp_path})
     monkeypatch.setattr(record_writer.RecordWriter, "write", full)
     monkeypatch.setattr(metrics, "advise", (told := []).append)
-    for step in range(1, 50):
-        log.write(step, {"loss": 1.0})
-        time.sleep(0.01)
-    log.close()
+    with log:
+        for step in range(1, 50):
+            log.write(step, {"loss": 1.0})
+            time.sleep(0.01)
     assert list(log.lost) == ["--tensorboard"]
     assert len(told) == 1
     assert told[0].startswith("--tensorboard could not be written at step ")
@@ -76,7 +77,7 @@ def test_a_full_disk_for_tensorboard_ends_no_run(tmp_path, monkeypatch, capfd):
     assert "Traceback" not in capfd.readouterr().err
     monkeypatch.setattr(record_writer.RecordWriter, "flush", full)
     with pytest.raises(UserError, match=r"--tensorboard .*No space left on device"):
-        metrics.Metrics(tensorboard=tmp_path)
+        metrics.Metrics({"tensorboard": tmp_path})
 
 
 def test_output_that_nobody_reads_ends_quietly():

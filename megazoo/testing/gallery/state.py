@@ -13,9 +13,9 @@ from megazoo.lora import settings
 from megazoo.lora.settings import LoRASettings
 from megazoo.optim.adamw import AdamW
 from megazoo.optim.base import MASTER
+from megazoo.optim.learning_rate import LRSchedule
 from megazoo.optim.loss_scale import LossScale
 from megazoo.parallel.random import derive_seed
-from megazoo.testing import resume_trial
 from megazoo.testing.gallery.planting import bug, replaced
 from megazoo.trainer import loop
 
@@ -280,10 +280,10 @@ def halves_of_adapters():
 def warm_up_from_zero():
     """The learning rate of a step is that of the step before."""
 
-    def make(learning_rate):
-        return lambda step, **settings: learning_rate(step - 1, **settings) if step > 1 else 0.0
+    def make(rate):
+        return lambda self, step: rate(self, step - 1) if step > 1 else 0.0
 
-    return replaced(resume_trial, "learning_rate", make)
+    return replaced(LRSchedule, "rate", make)
 
 
 @bug(

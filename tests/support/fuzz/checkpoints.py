@@ -180,7 +180,7 @@ class Trainer:
         steps = trainer["optimizer_steps"]
         assert is_count(steps), f"optimizer_steps is {steps!r}"
         assert optimizer.steps.item() == steps
-        assert math.isfinite(run.learning_rate(run.first_step + 1))
+        assert math.isfinite(run.lr_schedule.rate(run.first_step + 1))
         assert len(run.batch_starts) > 0
 
     def forged(self, chance: random.Random):

@@ -179,7 +179,7 @@ def init(**how):
         id=how["id"] or "run-1",
         define_metric=lambda *names, **how: told("define", names, how),
         log=lambda values: told("log", values),
-        finish=lambda: told("finish"),
+        finish=lambda exit_code: told("finish", exit_code),
     )
 """
 
@@ -202,7 +202,7 @@ def test_wandb_is_told_what_the_metrics_file_says(wandb, tmp_path):
     assert init == ["init", {"project": "mine", "id": None, "resume": "allow"}]
     assert (config["hidden_size"], config["global_batch_size"], config["tp"]) == (16, 4, 1)
     assert define == ["define", ["*"], {"step_metric": "step"}]
-    assert finish == ["finish"]
+    assert finish == ["finish", 0]
     expected = []
     for record in map(json.loads, metrics.read_text().splitlines()):
         kind = "eval" if "eval_loss" in record else "train"

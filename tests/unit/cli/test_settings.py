@@ -294,14 +294,15 @@ def test_text_in_a_toml_file_is_never_a_flag(tmp_path):
 
 
 def test_values_of_a_toml_file_have_the_types_of_the_settings(tmp_path):
-    file = tmp_path / "c.toml"
+    file, imported = tmp_path / "c.toml", tmp_path / "b.py"
+    imported.touch()
     file.write_text(
-        'lr = 1\nmin_lr = 0\nsave = "a"\nprofile_steps = [2, 4]\nzero = 1\nimport = "b.py"\n'
+        f'lr = 1\nmin_lr = 0\nsave = "a"\nprofile_steps = [2, 4]\nzero = 1\nimport = "{imported}"\n'
         'data = "a.jsonl"\ncompile = true\ntie_embeddings = false\nmodel = "llama"\n'
     )
     options = CommandLine.read(["--config", str(file), "--no-compile"]).options()
     assert repr((options.optimizer.lr, options.optimizer.min_lr)) == "(1.0, 0.0)"
-    assert (options.checkpoint.save, options.model.import_) == (Path("a"), Path("b.py"))
+    assert (options.checkpoint.save, options.model.import_) == (Path("a"), imported)
     assert (options.logging.profile_steps, options.parallel.zero) == ((2, 4), 1)
     assert (options.data.data, options.training.compile) == (("a.jsonl",), False)
     assert (options.model.tie_embeddings, options.model.model) == (False, "llama")

@@ -13,7 +13,7 @@ import megazoo
 from megazoo.errors import UserError
 from megazoo.optim.adamw import AdamW
 from megazoo.optim.clip import square_sum
-from megazoo.optim.learning_rate import learning_rate
+from megazoo.optim.learning_rate import lr_schedule
 from tests.support.training import make_batch, randomize, tiny_config
 
 
@@ -81,27 +81,38 @@ RATES = {
 @pytest.mark.parametrize("schedule", RATES)
 def test_learning_rate_schedules(schedule):
     for step, rate in RATES[schedule].items():
-        assert learning_rate(step, schedule=schedule, **RATE) == pytest.approx(rate), step
+        assert lr_schedule(schedule, **RATE).rate(step) == pytest.approx(rate), step
 
 
 def test_the_last_fifth_begins_after_a_long_warm_up():
-    rates = [
-        learning_rate(step, schedule="wsd", lr=1.0, min_lr=0.0, warmup_steps=90, steps=100)
-        for step in (89, 90, 91, 95, 100)
-    ]
+    wsd = lr_schedule("wsd", lr=1.0, min_lr=0.0, warmup_steps=90, steps=100)
+    rates = [wsd.rate(step) for step in (89, 90, 91, 95, 100)]
     assert rates == pytest.approx([89 / 90, 1.0, 0.9, 0.5, 0.0])
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
 def test_short_schedules_end_at_the_lowest_rate(schedule):
     for steps, warmup in ((s, w) for s in range(1, 8) for w in range(s)):
-        how = {"schedule": schedule, "lr": 1.0, "min_lr": 0.125, "warmup_steps": warmup}
-        assert learning_rate(steps, steps=steps, **how) == 0.125, (steps, warmup)
+        how = {"lr": 1.0, "min_lr": 0.125, "warmup_steps": warmup, "steps": steps}
+        assert lr_schedule(schedule, **how).rate(steps) == 0.125, (steps, warmup)
+
+
+def test_the_decay_of_wsd_has_a_share_and_a_shape():
+    """sqrt is the 1-sqrt cooldown of arXiv 2405.18392, section 4."""
+    shapes = {"linear": 0.75, "cosine": (1 + math.cos(math.pi / 4)) / 2, "sqrt": 0.5}
+    for shape, left in shapes.items():
+        wsd = lr_schedule("wsd", **RATE, lr_decay_share=0.8, lr_decay_shape=shape)
+        assert wsd.rate(21) == 1.0
+        assert wsd.rate(44) == pytest.approx(0.1 + 0.9 * left)
+        assert wsd.rate(110) == wsd.rate(120) == 0.1
+    whole, none = (lr_schedule("wsd", **RATE, lr_decay_share=share) for share in (1.0, 0.0))
+    assert [whole.rate(step) for step in (10, 60)] == pytest.approx([1.0, 0.55])
+    assert [none.rate(step) for step in (10, 109, 110)] == [1.0, 1.0, 0.1]
 
 
 def test_unknown_schedule_is_refused():
     with pytest.raises(UserError, match="unknown lr-schedule 'cosin': use cosine"):
-        learning_rate(1, schedule="cosin", **RATE)
+        lr_schedule("cosin", **RATE)
 
 
 def test_a_model_that_trained_is_freed():
