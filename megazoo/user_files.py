@@ -13,7 +13,7 @@ user_files: list[str] = []
 
 
 def run_file(file: Path) -> None:
-    """Run a Python file that registers a model, a schedule or callbacks.
+    """Run a Python file that registers a model, a data source, a schedule or callbacks.
 
     Raises UserError with the file and the line of an exception in it.
     """

@@ -7,7 +7,6 @@ from megazoo.lazy import lazy_attributes
 if TYPE_CHECKING:
     from megazoo.data.dataset import (
         check_data,
-        files_of_text,
         needs_preparation,
         open_datasets,
         prepare_datasets,
@@ -16,6 +15,8 @@ if TYPE_CHECKING:
     from megazoo.data.loading import Batches, documents_of
     from megazoo.data.order import Blend
     from megazoo.data.samples import MockDataset, PackedDataset
+    from megazoo.data.sources import Source, register_source
+    from megazoo.data.texts import Rows
 
 _PLACES = {
     "Batches": "loading",
@@ -23,12 +24,14 @@ _PLACES = {
     "Blend": "order",
     "MockDataset": "samples",
     "PackedDataset": "samples",
+    "Rows": "texts",
+    "Source": "sources",
+    "register_source": "sources",
     "check_data": "dataset",
     "changes": "fingerprint",
     "fingerprints": "fingerprint",
     "open_datasets": "dataset",
     "prepare_datasets": "dataset",
-    "files_of_text": "dataset",
     "needs_preparation": "dataset",
 }
 __getattr__, __dir__ = lazy_attributes(
@@ -40,12 +43,14 @@ __all__ = [
     "Blend",
     "MockDataset",
     "PackedDataset",
+    "Rows",
+    "Source",
     "changes",
     "check_data",
     "documents_of",
-    "files_of_text",
     "fingerprints",
     "needs_preparation",
     "open_datasets",
     "prepare_datasets",
+    "register_source",
 ]

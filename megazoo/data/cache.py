@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from megazoo.data.formats import given_keys, is_conversation, keys_error, reader
 from megazoo.data.indexed import IndexedTokens
 from megazoo.data.labels import LABELLED, Labels
 from megazoo.data.preprocess import preprocess
-from megazoo.data.text_files import ROW, first_object, has_objects
+from megazoo.data.text_files import ROW, RowReader, first_object, has_objects
 from megazoo.errors import UserError
 from megazoo.files import locked
 from megazoo.terminal import byte_bar
@@ -24,7 +25,11 @@ RULES = 3  # version of the rules that make tokens, in their names
 
 
 def cached_tokens(
-    path: Path, tokenizer: str, chat_template: str | None, labels: Labels | None = None
+    path: Path,
+    tokenizer: str,
+    chat_template: str | None,
+    labels: Labels | None = None,
+    rows: RowReader | None = None,
 ) -> list[IndexedTokens]:
     """Return the tokens of a text file; create them at the first call.
 
@@ -33,15 +38,16 @@ def cached_tokens(
     and the labels. Without labels, the first object of a file determines the kind.
 
     The tokens are stored in FILE.tokens, under a name that depends on everything that affects them.
-    If several processes of a machine call this at the same time, only one creates the files.
+    If several processes of a machine call this at the same time, only one creates the files. rows:
+    reads a file of another kind.
 
     Raises:
         UserError: An object lacks the keys of its kind or a label, conversations have no
             chat_template, or the directory is not writable.
     """
-    recipe = _recipe_for(path, tokenizer, chat_template, labels)
+    recipe = _recipe_for(path, tokenizer, chat_template, labels, rows)
     directory = Path(f"{path}.tokens")
-    prefix = directory / _name(recipe)
+    prefix = directory / _name(recipe, rows)
     files = [Path(f"{prefix}_{key}_document") for key in recipe.keys]
     try:
         if not _whole(files):
@@ -49,7 +55,7 @@ def cached_tokens(
             with locked(Path(f"{prefix}.lock")):
                 if not _whole(files):  # another process may have made them meanwhile
                     with byte_bar(path.stat().st_size, "tokenize") as bar:
-                        preprocess(recipe, prefix, workers=0, progress=bar.update)
+                        preprocess(recipe, prefix, workers=0, progress=bar.update, rows=rows)
     except OSError as error:
         raise UserError(
             f"the tokens of {path} can't be written to {directory}: {error.strerror}; "
@@ -60,15 +66,19 @@ def cached_tokens(
 
 
 def _recipe_for(
-    path: Path, tokenizer: str, chat_template: str | None, labels: Labels | None
+    path: Path,
+    tokenizer: str,
+    chat_template: str | None,
+    labels: Labels | None,
+    rows: RowReader | None,
 ) -> Recipe:
     """Return the recipe for the tokens of a file; UserError if the first object of a file cannot be
     encoded."""
     if labels:
         return Recipe((str(path),), tokenizer, LABELLED, strict=True, labels=labels)
-    if not has_objects(path):
+    if not rows and not has_objects(path):
         return Recipe((str(path),), tokenizer, append_eod=True, strict=True, paragraphs=True)
-    place, value = first_object(path)
+    place, value = first_object(path, rows)
     keys = given_keys(value)
     chats = reader_for(keys) is not None
     if not chats and "text" not in keys:
@@ -88,9 +98,9 @@ def _whole(files: list[Path]) -> bool:
     return all(Path(f"{file}.idx").is_file() for file in files)
 
 
-def _name(recipe: Recipe) -> str:
+def _name(recipe: Recipe, rows: RowReader | None) -> str:
     """Return a name for the tokens of a recipe: a digest of the size and time of the file, the
-    files of the tokenizer, and the settings."""
+    files of the tokenizer, the settings, and the Python file that defines `rows`."""
     status = os.stat(recipe.inputs[0])
     settings: dict[str, Any] = {
         **asdict(recipe),
@@ -104,6 +114,9 @@ def _name(recipe: Recipe) -> str:
         if not settings[name]:
             del settings[name]
     settings["rules"] = RULES
+    module = sys.modules.get(rows.__module__) if rows else None
+    if code := getattr(module, "__file__", None):  # None in a notebook
+        settings["rows"] = hashlib.sha256(Path(code).read_bytes()).hexdigest()
     digest = hashlib.blake2b(json.dumps(settings).encode(), digest_size=8)
     for name, data in sorted(tokenizer_files(recipe.tokenizer, templates=True).items()):
         digest.update(hashlib.blake2b(data, person=name.encode()[:16]).digest())

@@ -1,38 +1,18 @@
 """Data of a run: weighted sources, each split into training, validation and test."""
 
 import math
-import os
 from collections.abc import Callable, Sequence
-from itertools import pairwise
-from pathlib import Path
+from dataclasses import replace
 from typing import NamedTuple
 
-import numpy as np
-
-from megazoo.data.cache import cached_tokens
 from megazoo.data.conversations import template_of
-from megazoo.data.corpus import standard_library
-from megazoo.data.indexed import IndexedTokens
 from megazoo.data.labels import Labels
 from megazoo.data.order import Blend, shares_of
-from megazoo.data.samples import (
-    Conversations,
-    LabelledTexts,
-    MockDataset,
-    PackedDataset,
-    Vocabulary,
-)
-from megazoo.data.streaming import (
-    Position,
-    StreamedTexts,
-    TextStream,
-    check_stream,
-)
-from megazoo.data.text_files import has_objects, is_streamed, is_text
+from megazoo.data.samples import LabelledTexts
+from megazoo.data.sources import Encoding, Opening, Source, names_in, source_named
 from megazoo.errors import UserError
 from megazoo.tokenizer import Tokenizer
 
-SPLIT_SEED = 1234  # which documents are held out never depends on the run
 PARTS = ("training", "validation", "test")
 
 
@@ -69,11 +49,9 @@ def open_datasets(
 ) -> Parts:
     """Open the sources and return the blends of a run.
 
-    A source is "stdlib"; "mock", random tokens; the prefix of token files; a JSONL or JSON file of
-    texts or conversations, a .parquet file of conversations, or a .txt file of paragraphs, whose
-    tokens are cached next to it; or streamed files: see `StreamedTexts`. The first documents are
-    for training, the last for the test. Those of stdlib are assigned at random, the same in every
-    run; those of a stream alternate. Only training data is shuffled.
+    The class that accepts the name of a source opens it: see `Source`. The first documents are for
+    training, the last for the test. Those of stdlib are assigned at random, the same in every run;
+    those of a stream alternate. Only training data is shuffled.
     vocab_size: the model's. labels: of a classifier's data, which is JSONL with them, or "mock".
     positions: where training goes on in each streamed source, as `Blend.positions` says.
     evaluates: whether validation and test data are used: only then they must not be empty.
@@ -83,31 +61,21 @@ def open_datasets(
     """
     chat_template = template_of(chat_template, tokenizer)
     eod = tokenizer.eod if separate_documents else None
+    encoding = Encoding(tokenizer.source, chat_template, labels)
+    opening = Opening(
+        tokenizer, encoding, sources.shares, seq_length, vocab_size, seed, eod, packing
+    )
+    opened = [source_named(name) for name in sources.names]
     datasets = [
-        _open_labelled(name, tokenizer, sources.shares, seq_length, vocab_size, labels)
-        if labels
-        else _open_streamed(
-            name, tokenizer, sources.shares, seq_length, vocab_size, seed, eod, position
-        )
-        if is_streamed(name)
-        else _open(
-            name, tokenizer, sources.shares, seq_length, vocab_size, eod, chat_template, packing
-        )
-        for name, position in zip(
-            sources.names, positions or [None] * len(sources.names), strict=True
-        )
+        source.parts(replace(opening, position=position))
+        for source, position in zip(opened, positions or [None] * len(opened), strict=True)
     ]
     kinds = PARTS if evaluates else PARTS[:1]
-    for name, parts in zip(sources.names, datasets, strict=True):
-        _tell_cuts(name, parts, seq_length, report)
-        if not labels and is_text(Path(name)) and not has_objects(Path(name)):
-            (tokens,) = cached_tokens(Path(name), tokenizer.source, chat_template)
-            count = len(tokens.documents) - 1
-            what = f"{count:,} documents, a paragraph each" if count > 1 else "one document"
-            report(f"{name}: {what}")
-        if isinstance(parts[0], StreamedTexts):
-            report(f"{name}: streamed, shuffled within blocks of {parts[0].block:,} samples")
-        _check_parts(name, kinds, parts, sources.shares, seq_length)
+    for source, parts in zip(opened, datasets, strict=True):
+        _tell_cuts(source.name, parts, seq_length, report)
+        if note := source.note(parts, encoding):
+            report(f"{source.name}: {note}")
+        _check_parts(source.name, kinds, parts, sources.shares, seq_length)
     training, *held_out = (
         Blend(parts, sources.weights, seed if kind == "training" else None)
         if share and kind in kinds
@@ -180,22 +148,16 @@ def prepare_datasets(
     chat_template: str | None,
     labels: Labels | None = None,
 ) -> None:
-    """Tokenize text files and cache the tokens next to them, and open streamed sources once to find
+    """Tokenize text files and cache the tokens next to them, and open streamed sources to find
     errors early. Tokenizing may take long the first time."""
-    for name in files_of_text(sources):
-        cached_tokens(Path(name), tokenizer.source, chat_template, labels)
-    for name in filter(is_streamed, sources.names):
-        TextStream(name)
+    for name in sources.names:
+        source_named(name).prepare(Encoding(tokenizer.source, chat_template, labels))
 
 
 def needs_preparation(sources: Sources) -> bool:
     """Return whether the sources need `prepare_datasets`."""
-    return bool(files_of_text(sources)) or any(map(is_streamed, sources.names))
-
-
-def files_of_text(sources: Sources) -> list[str]:
-    """Return the sources whose tokens are cached: files of objects and plain text."""
-    return [name for name in sources.names if is_text(Path(name))]
+    classes = (type(source_named(name)) for name in sources.names)
+    return any(each.prepare is not Source.prepare for each in classes)
 
 
 def check_data(data: Sequence[str], split: str) -> Sources:
@@ -221,10 +183,8 @@ def check_data(data: Sequence[str], split: str) -> Sources:
             f"--split {split!r} is not valid: use two or three proportions (training, "
             "validation, test), such as 95,5 or 98,1,1"
         )
-    if len(data) == 1:
-        names, weights = tuple(data), (1.0,)
-    else:
-        names = tuple(data[1::2])
+    names, weights = names_in(data), (1.0,)
+    if len(data) != 1:
         try:
             weights = tuple(float(weight) for weight in data[::2])
         except ValueError:
@@ -236,150 +196,6 @@ def check_data(data: Sequence[str], split: str) -> Sources:
             )
         shares_of(weights)
     for name in names:
-        if is_streamed(name):
-            check_stream(name)
-            continue
-        built_in = name in ("stdlib", "mock")
-        if not built_in and not os.path.isfile(f"{name}.idx") and not is_text(Path(name)):
-            raise UserError(
-                f"--data {name!r} is not found, or not supported: use stdlib, the prefix of "
-                "token files (PREFIX.bin and PREFIX.idx), a .jsonl, .json or .txt file, a .parquet "
-                "file, or stream:FILES. `megazoo preprocess` tokenizes other text"
-            )
+        source_named(name).check()
     training, validation, test = (share / sum(shares) for share in (*shares, 0.0)[:3])
     return Sources(names, weights, (training, validation, test))
-
-
-def _open(
-    name: str,
-    tokenizer: Tokenizer,
-    shares: tuple[float, ...],
-    seq_length: int,
-    vocab_size: int,
-    eod: int | None,
-    chat_template: str | None,
-    packing: bool,
-) -> list[PackedDataset | Conversations | MockDataset]:
-    """Open a source and return its training, validation and test part."""
-    if name == "mock":
-        return [MockDataset(vocab_size, seq_length, seed) for seed in range(len(shares))]
-    if name == "stdlib":
-        documents = standard_library()
-        order = np.random.default_rng(SPLIT_SEED).permutation(len(documents))
-        parts = (
-            sorted(order[first:last]) for first, last in pairwise(_cuts(len(documents), shares))
-        )
-        streams = (_stream([documents[i] for i in part], tokenizer) for part in parts)
-        return [
-            PackedDataset(stream, seq_length, eod, vocab_size, name, tokenizer=tokenizer)
-            for stream in streams
-        ]
-    if is_text(Path(name)):
-        tokens, *loss_mask = cached_tokens(Path(name), tokenizer.source, chat_template)
-    else:
-        tokens, loss_mask = IndexedTokens(name), []
-        _check_ends(tokens, eod)
-    if not len(tokens.tokens):
-        raise UserError(f"{name} has no tokens")
-    cuts = list(pairwise(_cuts(len(tokens.documents) - 1, shares)))
-    if loss_mask:
-        return [
-            Conversations(
-                tokens,
-                loss_mask[0],
-                first,
-                last,
-                seq_length,
-                packing,
-                Vocabulary(vocab_size, tokenizer),
-                name,
-            )
-            for first, last in cuts
-        ]
-    return [
-        PackedDataset(stream, seq_length, eod, vocab_size, str(tokens.bin), stream.start, tokenizer)
-        for stream in (tokens.stream(*cut) for cut in cuts)
-    ]
-
-
-def _open_streamed(
-    name: str,
-    tokenizer: Tokenizer,
-    shares: tuple[float, ...],
-    seq_length: int,
-    vocab_size: int,
-    seed: int,
-    eod: int | None,
-    position: dict | None,
-) -> list[StreamedTexts | None]:
-    """Open a streamed source and return its training, validation and test parts; None for a part
-    without a share."""
-    dealt = [share for share in shares if share]
-    parts = iter(range(len(dealt)))
-    return [
-        StreamedTexts(
-            name,
-            tokenizer,
-            dealt,
-            next(parts),
-            seq_length,
-            seed=None if number else seed,
-            eod=eod,
-            position=Position.of(position) if position and not number else None,
-            vocab_size=vocab_size,
-        )
-        if share
-        else None
-        for number, share in enumerate(shares)
-    ]
-
-
-def _open_labelled(
-    name: str,
-    tokenizer: Tokenizer,
-    shares: tuple[float, ...],
-    seq_length: int,
-    vocab_size: int,
-    labels: Labels,
-) -> list[LabelledTexts | MockDataset]:
-    """Open a source of a classifier's data, and return its training, validation and test part."""
-    if name == "mock":
-        return [MockDataset(vocab_size, seq_length, seed, labels) for seed in range(len(shares))]
-    tokens, pair, label = cached_tokens(Path(name), tokenizer.source, "", labels)
-    if not len(tokens):
-        raise UserError(f"{name} has no rows")
-    before, vocabulary = len(tokenizer.before), Vocabulary(vocab_size, tokenizer)
-    return [
-        LabelledTexts(
-            tokens, pair, label, first, last, seq_length, labels, before, vocabulary, name
-        )
-        for first, last in pairwise(_cuts(len(tokens), shares))
-    ]
-
-
-def _check_ends(tokens: IndexedTokens, eod: int | None) -> None:
-    """Raise UserError for token files whose first document does not end with `eod`, if documents
-    are separated by it."""
-    first = tokens.stream(0, min(1, len(tokens.documents) - 1))
-    if eod is not None and len(first) and first[-1:].item() != eod:
-        raise UserError(
-            f"{tokens.bin}: its first document doesn't end with the tokenizer's {eod}, "
-            "which separate-documents needs: preprocess the data with --append-eod"
-        )
-
-
-def _cuts(documents: int, shares: tuple[float, ...]) -> list[int]:
-    """Return the first document of each part, and the end of the last part."""
-    return [0, *(round(documents * sum(shares[:number])) for number in (1, 2)), documents]
-
-
-def _stream(documents: list[bytes], tokenizer: Tokenizer) -> np.ndarray:
-    """Return the concatenated tokens of documents, each followed by the end-of-document token."""
-    dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
-    end = np.array([tokenizer.eod], dtype)
-    # The name of a special token in a document is ordinary text.
-    texts = (
-        tokenizer.encode_to_numpy(text, parse_special=False).astype(dtype, copy=False)
-        for text in documents
-    )
-    return np.concatenate([part for text in texts for part in (text, end)] or [end])

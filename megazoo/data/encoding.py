@@ -11,7 +11,6 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +18,7 @@ import numpy as np
 from megazoo.data.conversations import encode_conversation
 from megazoo.data.formats import keys_of
 from megazoo.data.labels import Labels, encode_texts
-from megazoo.data.text_files import Chunk, has_objects, object_of_line
+from megazoo.data.text_files import Chunk, object_of_line
 from megazoo.errors import UserError
 from megazoo.tokenizer import Tokenizer, open_tokenizer
 
@@ -160,7 +159,7 @@ def encoding_workers(recipe: Recipe, dtype: np.dtype, count: int) -> Iterator[Ca
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(count, spawn, _start_worker, (recipe, dtype)) as pool:
         try:
-            yield _encode_in(pool, recipe, most_waiting=2 * count)
+            yield _encode_in(pool, most_waiting=2 * count)
         except BrokenProcessPool as error:  # from a result, or from submit
             raise UserError(
                 "a worker process died (possibly out of memory): run the same command again to "
@@ -172,18 +171,16 @@ def encoding_workers(recipe: Recipe, dtype: np.dtype, count: int) -> Iterator[Ca
 def _encode_here(encoder: Encoder) -> Callable:
     def encode(chunks: Iterator[Chunk]) -> Iterator[tuple[Chunk, Encoded]]:
         for chunk in chunks:
-            json_lines = has_objects(Path(encoder.recipe.inputs[chunk.file]))
-            yield chunk, encoder.encode(chunk.data, chunk.line, json_lines)
+            yield chunk, encoder.encode(chunk.data, chunk.line, chunk.objects)
 
     return encode
 
 
-def _encode_in(pool: ProcessPoolExecutor, recipe: Recipe, most_waiting: int) -> Callable:
+def _encode_in(pool: ProcessPoolExecutor, most_waiting: int) -> Callable:
     def encode(chunks: Iterator[Chunk]) -> Iterator[tuple[Chunk, Encoded]]:
         waiting: deque = deque()
         for chunk in chunks:
-            json_lines = has_objects(Path(recipe.inputs[chunk.file]))
-            future = pool.submit(_encode_in_worker, chunk.data, chunk.line, json_lines)
+            future = pool.submit(_encode_in_worker, chunk.data, chunk.line, chunk.objects)
             waiting.append((chunk._replace(data=b""), future))
             if len(waiting) > most_waiting:
                 chunk, future = waiting.popleft()

@@ -1,40 +1,12 @@
-"""Fingerprints of data sources. Checkpoints store them, so that a resumed run detects changed data.
+"""Fingerprints of data sources, which checkpoints store, so that a resumed run detects changed
+data."""
 
-A fingerprint takes milliseconds for files of any size: only evenly spaced blocks of a long file are
-read. Nothing here imports torch.
-"""
-
-import os
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
-from zlib_ng.zlib_ng import crc32
-
-from megazoo.data.cache import cached_tokens
-from megazoo.data.corpus import standard_library_files
-from megazoo.data.indexed import IndexedTokens
 from megazoo.data.labels import Labels
-from megazoo.data.text_files import files_of_stream, is_streamed, is_text
-
-BLOCKS, BLOCK = 64, 4096  # number of blocks read per file, and bytes per block
-
-
-@dataclass(frozen=True)
-class Fingerprint:
-    """The fingerprint of a source.
-
-    Attributes:
-        source: the source as passed to --data.
-        bytes: total size of its files.
-        documents: number of documents.
-        checksum: crc32 of blocks of its files.
-    """
-
-    source: str
-    bytes: int = 0
-    documents: int = 0
-    checksum: int = 0
+from megazoo.data.sources import Encoding, find_source, source_named
 
 
 def fingerprints(
@@ -49,58 +21,10 @@ def fingerprints(
 
     Args:
         names: the sources, as passed to --data.
-        tokenizer, chat_template, labels: see `cached_tokens`.
+        tokenizer, chat_template, labels: see `Encoding`.
     """
-    return [asdict(_fingerprint(name, tokenizer, chat_template, labels)) for name in names]
-
-
-def _fingerprint(
-    name: str, tokenizer: str, chat_template: str | None, labels: Labels | None
-) -> Fingerprint:
-    if name == "mock":
-        return Fingerprint(name)
-    if name == "stdlib":
-        files = standard_library_files()
-        sizes = [file.stat().st_size for file in files]
-        checksum = crc32(
-            repr([(f.name, size) for f, size in zip(files, sizes, strict=True)]).encode()
-        )
-        every = max(1, len(files) // BLOCKS)
-        for file in files[::every]:
-            checksum = sampled_checksum(file, checksum, blocks=1)
-        return Fingerprint(name, sum(sizes), len(files), checksum)
-    if is_streamed(name):
-        files = [Path(file) for file in files_of_stream(name) if os.path.isfile(file)]
-        checksum = 0
-        for file in files:
-            checksum = sampled_checksum(file, checksum, max(2, BLOCKS // len(files)))
-        return Fingerprint(name, sum(file.stat().st_size for file in files), 0, checksum)
-    if is_text(Path(name)):
-        tokens = cached_tokens(Path(name), tokenizer, chat_template, labels)[0]
-        files = [Path(name)]
-    else:
-        tokens = IndexedTokens(name)
-        files = [tokens.index, tokens.bin]
-    checksum = 0
-    for file in files:
-        checksum = sampled_checksum(file, checksum)
-    size = sum(file.stat().st_size for file in files)
-    return Fingerprint(name, size, len(tokens.documents) - 1, checksum)
-
-
-def sampled_checksum(file: Path, checksum: int = 0, blocks: int = BLOCKS) -> int:
-    """Update a crc32 with evenly spaced blocks of a file, including the first and the last block.
-
-    A short file is read completely.
-    """
-    with open(file, "rb") as opened:
-        size = os.fstat(opened.fileno()).st_size
-        if size <= blocks * BLOCK:
-            return crc32(opened.read(), checksum)
-        for number in range(blocks):
-            opened.seek((size - BLOCK) * number // max(1, blocks - 1))
-            checksum = crc32(opened.read(BLOCK), checksum)
-    return checksum
+    encoding = Encoding(tokenizer, chat_template, labels)
+    return [asdict(source_named(name).fingerprint(encoding)) for name in names]
 
 
 def changes(then: list[dict], now: list[dict]) -> list[str]:
@@ -126,8 +50,9 @@ def positions_in(then: list[dict], names: Sequence[str]) -> list[dict | None]:
     """Return the checkpoint's position of each streamed source; None for other sources."""
     positions: list[dict | None] = [None] * len(names)
     for number, (old, name) in enumerate(zip(then, names, strict=False)):
-        if old.get("position") and is_streamed(name) and _same_source(old, name):
-            positions[number] = old["position"]
+        if old.get("position") and _same_source(old, name):
+            source = find_source(name)
+            positions[number] = old["position"] if source and source.streamed else None
     return positions
 
 

@@ -6,12 +6,11 @@ Nothing here imports torch, as in `encoding`.
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megazoo.data.text_files import first_object, has_objects, is_streamed
+from megazoo.data.sources import find_source
 from megazoo.errors import UserError
 from megazoo.tokenizer import Tokenizer
 
@@ -115,9 +114,11 @@ def labels_in(names: Sequence[str], num_labels: int, problem: str | None) -> Lab
     for name in names:
         if name == "mock":
             continue
-        if is_streamed(name) or not has_objects(Path(name)):
+        source = find_source(name)
+        row = source.first_row() if source else None
+        if not row:
             raise UserError(f"data {name}: {wanted}")
-        place, value = first_object(Path(name))
+        place, value = row
         if not {"text", "label"} <= value.keys():
             raise UserError(f"{name}, {place}: {wanted}")
         firsts.append(value["label"])

@@ -15,7 +15,7 @@ import numpy as np
 
 from megazoo.data.encoding import Encoded, Recipe, encoding_workers
 from megazoo.data.indexed import dtype_for, write_index
-from megazoo.data.text_files import Chunk, has_objects, read_chunks
+from megazoo.data.text_files import Chunk, RowReader, read_chunks
 from megazoo.errors import UserError
 from megazoo.files import json_object, open_own, regular_file
 from megazoo.tokenizer import open_tokenizer
@@ -94,6 +94,7 @@ def preprocess(
     *,
     progress: Callable[[int], object] = lambda _: None,
     report: Callable[[str], None] = lambda _: None,
+    rows: RowReader | None = None,
 ) -> CorpusProgress:
     """Write PREFIX_KEY_document.bin and .idx for each key, completely or not at all.
 
@@ -105,6 +106,7 @@ def preprocess(
         workers: Number of worker processes; 0 uses this process.
         progress: Called with the number of bytes read.
         report: Called with a line for each line without text.
+        rows: Reads the only input, if megazoo has no reader for its kind.
 
     Raises:
         UserError: The recipe is strict, and a line has no text.
@@ -118,7 +120,7 @@ def preprocess(
         output = _Output(recipe, prefix, dtype, stack)
         done = output.progress
         encode = stack.enter_context(encoding_workers(recipe, dtype, workers))
-        chunks = read_chunks(recipe.inputs, done.file, done.offset, done.line, CHUNK)
+        chunks = read_chunks(recipe.inputs, done.file, done.offset, done.line, CHUNK, rows)
         for number, (chunk, encoded) in enumerate(encode(chunks), 1):
             _tell_bad_lines(recipe, chunk, encoded, report)
             output.write(encoded)
@@ -133,7 +135,7 @@ def preprocess(
 def _tell_bad_lines(recipe: Recipe, chunk: Chunk, encoded: Encoded, report: Callable) -> None:
     """Report the lines of a chunk without text; UserError for the first if the recipe is strict."""
     path = recipe.inputs[chunk.file]
-    unit = "paragraph" if recipe.paragraphs and not has_objects(Path(path)) else chunk.unit
+    unit = "paragraph" if recipe.paragraphs and not chunk.objects else chunk.unit
     for line, reason in encoded.bad:
         told = f"{path}, {unit} {line}: {reason}"
         if recipe.strict:

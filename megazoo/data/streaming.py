@@ -2,11 +2,13 @@
 
 import glob
 import json
+import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from importlib import import_module
 from itertools import count
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
@@ -15,7 +17,8 @@ import numpy as np
 from megazoo.data.formats import reader_for
 from megazoo.data.order import interleaved, shares_of, shuffled
 from megazoo.data.samples import Sample, Vocabulary, sample_of
-from megazoo.data.text_files import builder_of_stream, files_of_stream
+from megazoo.data.sources import Encoding, Opening, Source
+from megazoo.data.text_files import LOOSE_JSON, PARQUET, has_tokens, kind_of
 from megazoo.errors import UserError
 from megazoo.files import brief
 from megazoo.lazy import is_installed
@@ -23,12 +26,109 @@ from megazoo.parallel.random import derive_seed
 from megazoo.terminal import note_rank_0
 from megazoo.tokenizer import Tokenizer
 
+STREAM = "stream:"  # prefix of a streamed source
 COLUMN = "text"
 BLOCK_TOKENS = 1 << 20  # tokens of the samples that are shuffled together
 READ_TOGETHER = 16  # samples per block if not shuffled
 KEPT_BLOCKS = 8  # blocks of BLOCK_TOKENS in memory
 KEPT_POSITIONS = 1024
 DEALT = 4096  # documents that are assigned to the parts together
+
+
+class Streamed(Source):
+    """Files that the package `datasets` reads during training: "stream:" and files, or .parquet
+    files, except a local file of conversations."""
+
+    streamed = True
+
+    @classmethod
+    def accepts(cls, name: str) -> bool:
+        path = Path(name)
+        is_parquet = kind_of(path) == PARQUET
+        return name.startswith(STREAM) or (
+            is_parquet and not has_tokens(path) and not _has_conversations(path)
+        )
+
+    def check(self) -> None:
+        builder_of_stream(self.name)
+        files_of_stream(self.name)
+        if not is_installed("datasets"):
+            raise UserError(
+                f"data {self.name!r} needs the package datasets; "
+                "in the clone of megazoo: pip install -e '.[datasets]'"
+            )
+
+    def files(self) -> list[tuple[str, Path]]:
+        """Return the local files."""
+        files = (Path(file) for file in files_of_stream(self.name) if os.path.isfile(file))
+        return [(file.name, file) for file in files]
+
+    def prepare(self, encoding: Encoding) -> None:
+        TextStream(self.name)
+
+    def parts(self, opening: Opening) -> list["StreamedTexts | None"]:
+        dealt = [share for share in opening.shares if share]
+        numbers = iter(range(len(dealt)))
+        place = Position.of(opening.position) if opening.position else None
+        return [
+            StreamedTexts(
+                self.name,
+                opening.tokenizer,
+                dealt,
+                next(numbers),
+                opening.seq_length,
+                seed=None if part else opening.seed,
+                eod=opening.eod,
+                position=None if part else place,
+                vocab_size=opening.vocab_size,
+            )
+            if share
+            else None
+            for part, share in enumerate(opening.shares)
+        ]
+
+    def note(self, parts: list, encoding: Encoding) -> str:
+        return f"streamed, shuffled within blocks of {parts[0].block:,} samples"
+
+
+def _has_conversations(path: Path) -> bool:
+    """Return whether a .parquet file has columns of conversations, and no texts."""
+    if not path.is_file():
+        return False
+    try:
+        from pyarrow import parquet
+
+        columns = parquet.read_schema(path).names
+    except (ImportError, OSError, ValueError):  # `datasets` will print the error
+        return False
+    return "text" not in columns and reader_for(columns) is not None
+
+
+def builder_of_stream(name: str) -> str:
+    """Return the builder of `datasets` for a streamed source; UserError for other files."""
+    kind = kind_of(Path(name.removeprefix(STREAM)))
+    if kind == PARQUET:
+        return "parquet"
+    if kind in LOOSE_JSON:
+        return "json"
+    raise UserError(
+        f"data {name!r}: the names of streamed files must end in .parquet or .jsonl "
+        "(also .jsonl.gz and .jsonl.zst)"
+    )
+
+
+def files_of_stream(name: str) -> list[str]:
+    """Return the files of a streamed source, in order: a path, or a pattern such as dir/*.parquet.
+
+    A URL, such as hf://datasets/org/name/*.parquet, is one entry. UserError if no file matches.
+    """
+    pattern = name.removeprefix(STREAM)
+    if "://" in pattern or os.path.isfile(pattern):
+        return [pattern]
+    files = sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True)))
+    if not files:
+        raise UserError(f"data {name!r}: no such file")
+    return files
 
 
 @dataclass(frozen=True)
@@ -56,21 +156,6 @@ class Position:
     def of(cls, values: dict[str, Any]) -> "Position":
         """Return a position from a checkpoint. Unknown keys, from other versions, are ignored."""
         return cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
-
-
-def check_stream(name: str) -> None:
-    """Check that the files of a source and the package `datasets` exist, without opening a file.
-
-    Raises:
-        UserError: a file or the package is missing.
-    """
-    builder_of_stream(name)
-    files_of_stream(name)
-    if not is_installed("datasets"):
-        raise UserError(
-            f"data {name!r} needs the package datasets; "
-            "in the clone of megazoo: pip install -e '.[datasets]'"
-        )
 
 
 class TextStream:

@@ -1,20 +1,18 @@
 """Read text files in chunks: JSONL in complete lines, JSON arrays and .parquet as lines of JSONL,
-other files as a whole. They may be compressed. Streamed files are only named here."""
+other files as a whole. They may be compressed."""
 
-import glob
 import gzip
 import io
 import json
 import os
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megazoo.data.formats import reader_for
 from megazoo.errors import UserError
 from megazoo.files import check_whole, without_mark
 
@@ -24,9 +22,9 @@ ROWS = 1024  # of a .parquet file that are read together
 LINE, ITEM, ROW = "line", "item", "row"  # the units of files with objects
 BLANK = re.compile(r"[ \t\n\r]*")  # between the values of JSON
 PLAIN_TEXT = (".txt",)  # training reads these and JSONL
-STREAM = "stream:"  # prefix of a streamed source
 COMPRESSED = (".gz", ".zst")
 END = object()  # after the last value of a file
+RowReader = Callable[[], Iterable[dict[str, Any]]]
 
 
 class Chunk(NamedTuple):
@@ -36,7 +34,7 @@ class Chunk(NamedTuple):
     file: index among the inputs. line: number of the first line of the chunk. next_line, end:
     number of the next line, and its offset in the decompressed file, in bytes; for items and rows,
     the offset is a number of items or rows. read: number of bytes read from the file on disk. unit:
-    LINE, ITEM or ROW.
+    LINE, ITEM or ROW. objects: whether the lines are JSON objects.
     """
 
     file: int
@@ -46,28 +44,38 @@ class Chunk(NamedTuple):
     data: bytes
     read: int
     unit: str = LINE
+    objects: bool = True
 
 
 def read_chunks(
-    inputs: tuple[str, ...], file: int, offset: int, line: int, size: int
+    inputs: tuple[str, ...],
+    file: int,
+    offset: int,
+    line: int,
+    size: int,
+    rows: RowReader | None = None,
 ) -> Iterator[Chunk]:
     """Yield the chunks of the inputs in order, each of `size` bytes plus the rest of its last line.
 
     Reading starts in file number `file` at `offset`, where line number `line` starts: see `Chunk`.
+    rows: reads the only file, if it is of another kind.
     """
     for number in range(file, len(inputs)):
         begin = (offset, line) if number == file else (0, 0)
         path = Path(inputs[number])
         try:
-            yield from _chunks_of(path, number, *begin, size)
-        except (OSError, EOFError, zlib.error) as error:
+            yield from _chunks_of(path, number, *begin, size, rows)
+        except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
             raise _unreadable(path, error) from error
 
 
-def _chunks_of(path: Path, number: int, offset: int, line: int, size: int) -> Iterator[Chunk]:
-    unit = _unit_of(path)
+def _chunks_of(
+    path: Path, number: int, offset: int, line: int, size: int, rows: RowReader | None
+) -> Iterator[Chunk]:
+    unit = ROW if rows else _unit_of(path)
     if unit != LINE:
-        yield from _chunks_of_values(path, number, offset, size, unit)
+        values = rows() if rows else _values_of(path, unit)
+        yield from _chunks_of_values(path, values, number, offset, size, unit)
         return
     with _opened(path) as (raw, file):
         if file.seekable():
@@ -77,7 +85,8 @@ def _chunks_of(path: Path, number: int, offset: int, line: int, size: int) -> It
                 file.read(min(size, offset - start))
         if not has_objects(path):
             if data := file.read():
-                yield Chunk(number, 1, 1, len(data), without_mark(data), raw.tell())
+                data = without_mark(data)
+                yield Chunk(number, 1, 1, len(data), data, raw.tell(), objects=False)
             return
         line, before = line + (not offset), raw.tell() if offset else 0
         while data := file.read(size):
@@ -89,11 +98,11 @@ def _chunks_of(path: Path, number: int, offset: int, line: int, size: int) -> It
 
 
 def _chunks_of_values(
-    path: Path, number: int, offset: int, size: int, unit: str
+    path: Path, values: Iterable, number: int, offset: int, size: int, unit: str
 ) -> Iterator[Chunk]:
     """Yield the chunks of a file of items or rows, from number `offset` of them."""
     read = os.path.getsize(path)
-    values = islice(_values_of(path, unit), offset, None)
+    values = islice(values, offset, None)
     for first in values:
         lines = [json.dumps(first, default=str).encode()]
         held = len(lines[0])
@@ -186,22 +195,20 @@ def _unit_of(path: Path) -> str:
     """
     if _is_parquet(path):
         return ROW
-    if _kind_of(path) not in LOOSE_JSON:
+    if kind_of(path) not in LOOSE_JSON:
         return LINE
     with _opened(path) as (_, file):
         lines = filter(None, (line.strip() for line in iter(file.readline, b"")))
         first = without_mark(next(lines, b""))
         try:
             is_list = isinstance(json.loads(first), list)
-            alone = _kind_of(path) == ".json" or next(lines, None) is None
+            alone = kind_of(path) == ".json" or next(lines, None) is None
             return ITEM if is_list and alone else LINE
         except json.JSONDecodeError as error:
             starts = first.startswith((b"{", b"[")) and error.pos >= len(error.doc.rstrip(" ,"))
             # An object is not a key: then the first line is a truncated line of JSONL.
             is_truncated = (
-                _kind_of(path) != ".json"
-                and first.startswith(b"{")
-                and _is_object(next(lines, b""))
+                kind_of(path) != ".json" and first.startswith(b"{") and _is_object(next(lines, b""))
             )
             return ITEM if starts and not is_truncated else LINE
         except (ValueError, RecursionError):  # an error of this line
@@ -222,89 +229,40 @@ def _is_parquet(path: Path) -> bool:
 
 def has_objects(path: Path) -> bool:
     """Return whether the name of a file is that of a file of objects: JSONL, JSON or .parquet."""
-    return _kind_of(path) in LOOSE_JSON or _is_parquet(path)
+    return kind_of(path) in LOOSE_JSON or _is_parquet(path)
 
 
 def is_text(path: Path) -> bool:
     """Return whether a path is a file of objects or plain text whose tokens are cached. False if
     token files have this prefix: they take precedence."""
-    if _is_parquet(path):
-        return not is_streamed(str(path)) and path.is_file() and not _has_tokens(path)
-    kinds = (*LOOSE_JSON, *PLAIN_TEXT)
-    return _kind_of(path) in kinds and path.is_file() and not _has_tokens(path)
+    is_kind = kind_of(path) in (*LOOSE_JSON, *PLAIN_TEXT) or _is_parquet(path)
+    return is_kind and path.is_file() and not has_tokens(path)
 
 
-def _has_tokens(path: Path) -> bool:
+def has_tokens(path: Path) -> bool:
+    """Return whether the name of a file is also the prefix of token files."""
     return Path(f"{path}.idx").is_file()
 
 
-def _kind_of(path: Path) -> str:
+def kind_of(path: Path) -> str:
+    """Return the suffix of a file in lower case, without that of its compression."""
     name = path.with_suffix("") if path.suffix.lower() in COMPRESSED else path
     return name.suffix.lower()
 
 
-def is_streamed(name: str) -> bool:
-    """Return whether a source is read by `datasets`: "stream:" and files, or .parquet files, except
-    a local file of conversations."""
-    if name.startswith(STREAM):
-        return True
-    path = Path(name)
-    return _kind_of(path) == PARQUET and not _has_tokens(path) and not _has_conversations(path)
-
-
-def _has_conversations(path: Path) -> bool:
-    """Return whether a .parquet file has columns of conversations, and no texts."""
-    if not path.is_file():
-        return False
-    try:
-        from pyarrow import parquet
-
-        columns = parquet.read_schema(path).names
-    except (ImportError, OSError, ValueError):  # `datasets` will print the error
-        return False
-    return "text" not in columns and reader_for(columns) is not None
-
-
-def builder_of_stream(name: str) -> str:
-    """Return the builder of `datasets` for a streamed source; UserError if there is none."""
-    kind = _kind_of(Path(name.removeprefix(STREAM)))
-    if kind == PARQUET:
-        return "parquet"
-    if kind in LOOSE_JSON:
-        return "json"
-    raise UserError(
-        f"data {name!r}: the names of streamed files must end in .parquet or .jsonl "
-        "(also .jsonl.gz and .jsonl.zst)"
-    )
-
-
-def files_of_stream(name: str) -> list[str]:
-    """Return the files of a streamed source, in order: a path, or a pattern such as dir/*.parquet.
-
-    A URL, such as hf://datasets/org/name/*.parquet, is one entry. UserError if no file matches.
-    """
-    pattern = name.removeprefix(STREAM)
-    if "://" in pattern or os.path.isfile(pattern):
-        return [pattern]
-    files = sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True)))
-    if not files:
-        raise UserError(f"data {name!r}: no such file")
-    return files
-
-
-def first_object(path: Path) -> tuple[str, dict]:
+def first_object(path: Path, rows: RowReader | None = None) -> tuple[str, dict]:
     """Return the first object of a file of objects, and its place, such as "line 1"; UserError for
-    an empty file."""
+    an empty file. rows: reads a file of another kind."""
     number, unit = 0, LINE
     try:
-        unit = _unit_of(path)
+        unit = ROW if rows else _unit_of(path)
         if unit == LINE:
             with _opened(path) as (_, file):
                 for number, line in enumerate(iter(file.readline, b""), 1):
                     if line.strip():
                         return f"{unit} {number}", object_of_line(line)
         else:
-            for number, value in enumerate(_values_of(path, unit), 1):
+            for number, value in enumerate(rows() if rows else _values_of(path, unit), 1):
                 return f"{unit} {number}", _object(value)
     except (OSError, EOFError, zlib.error) as error:
         raise _unreadable(path, error) from error

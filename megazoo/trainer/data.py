@@ -1,7 +1,6 @@
 """The data of a run: its tokens, batches and fingerprints."""
 
 import sys
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -9,7 +8,6 @@ import torch
 from megazoo.data import (
     Batches,
     changes,
-    files_of_text,
     fingerprints,
     open_datasets,
     prepare_datasets,
@@ -17,7 +15,7 @@ from megazoo.data import (
 from megazoo.data.conversations import as_jinja
 from megazoo.data.fingerprint import positions_in
 from megazoo.data.formats import is_conversation
-from megazoo.data.text_files import first_object, has_objects
+from megazoo.data.sources import source_named
 from megazoo.engine.auxiliary import counts_tokens
 from megazoo.environment import is_rank_zero
 from megazoo.models.base import Model
@@ -113,5 +111,5 @@ def take_along_tokenizer(run: Run, model: Model) -> None:
 
 def trains_conversations(run: Run) -> bool:
     """Return whether a file of the data has conversations, which need a chat template."""
-    files = (Path(name) for name in files_of_text(run.sources) if has_objects(Path(name)))
-    return not run.labels and any(is_conversation(first_object(file)[1]) for file in files)
+    rows = (source_named(name).first_row() for name in run.sources.names)
+    return not run.labels and any(row and is_conversation(row[1]) for row in rows)

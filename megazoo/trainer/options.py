@@ -153,8 +153,10 @@ class ModelOptions:
     import_: Annotated[
         File, tyro.conf.arg(name="import"), about(result=False, in_manifest=False)
     ] = None
-    """Python file to run before training. It may register a model (megazoo.register) and callbacks
-    after steps, evaluations and saves (megazoo.on_step, on_evaluation, on_save)."""
+    """Python file to run before training. It may register a model (megazoo.register), a data source
+    (megazoo.data.register_source), an output of metrics (megazoo.trainer.register_output), a
+    learning-rate schedule (megazoo.optim.register_lr_schedule), and callbacks after steps,
+    evaluations and saves (megazoo.on_step, on_evaluation, on_save)."""
     hidden_size: Annotated[Size, about(least=1)] = None
     """Number of features per token."""
     layers: Annotated[Size, about(least=1, megatron="num-layers")] = None

@@ -13,7 +13,6 @@ import platform
 import re
 import subprocess
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,8 +24,7 @@ from msgspec import Meta
 from megazoo.checkpoint.places import named_directory
 from megazoo.checkpoint.writing import json_bytes, write_atomically
 from megazoo.commands import entry
-from megazoo.data.corpus import standard_library_files
-from megazoo.data.text_files import files_of_stream, is_streamed, is_text
+from megazoo.data.sources import source_named
 from megazoo.environment import restarts
 from megazoo.errors import UserError
 from megazoo.families.registry import family_of
@@ -153,7 +151,7 @@ def checksums(inputs: dict[str, list[str]]) -> list[InputFile]:
     """Return the size and SHA-256 of each input file of a run. inputs: from `inputs_of`."""
     found = []
     for name in inputs["data"]:
-        found += [_of_path("data", label, path) for label, path in _data_files(name)]
+        found += [_of_path("data", label, path) for label, path in source_named(name).files()]
     for where in inputs["tokenizer"]:
         for name, data in sorted(tokenizer_files(where).items()):
             digest = hashlib.sha256(data).hexdigest()
@@ -170,23 +168,6 @@ def checksums(inputs: dict[str, list[str]]) -> list[InputFile]:
             found.append(_of_path("weights", path.relative_to(root).as_posix(), path))
     found += [_of_path("import", Path(name).name, Path(name)) for name in inputs["import"]]
     return found
-
-
-def _data_files(name: str) -> Iterable[tuple[str, Path]]:
-    """Yield the files of a data source, each with its name in the record."""
-    if name == "mock":
-        return
-    if name == "stdlib":
-        files = standard_library_files()
-        root = os.path.commonpath(files)
-        yield from ((path.relative_to(root).as_posix(), path) for path in files)
-    elif is_streamed(name):
-        files = (Path(file) for file in files_of_stream(name) if os.path.isfile(file))
-        yield from ((file.name, file) for file in files)
-    elif is_text(Path(name)):
-        yield Path(name).name, Path(name)
-    else:
-        yield from ((f"{Path(name).name}{end}", Path(f"{name}{end}")) for end in (".bin", ".idx"))
 
 
 def _of_path(kind: str, name: str, path: Path) -> InputFile:

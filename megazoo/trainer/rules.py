@@ -4,7 +4,7 @@ from dataclasses import fields, replace
 
 from megazoo.checkpoint.locks import run_lock
 from megazoo.checkpoint.places import is_step_name
-from megazoo.data.text_files import is_streamed
+from megazoo.data.sources import names_in, source_named
 from megazoo.engine.auxiliary import check_joint_losses, declared_losses
 from megazoo.errors import UserError, any_of
 from megazoo.families.config import fields_of_training
@@ -153,11 +153,12 @@ def check_run(
                 f"{flag_of(name)} cannot be used with a classifier (each row is one "
                 "text): remove it"
             )
-    streamed = next(filter(is_streamed, options.data.data), None)
+    sources = map(source_named, names_in(options.data.data))
+    streamed = next((source for source in sources if source.streamed), None)
     if training.epochs and streamed:
         raise UserError(
             "--epochs cannot be used with streamed data: the number of samples of "
-            f"{streamed} is unknown. Use --steps instead"
+            f"{streamed.name} is unknown. Use --steps instead"
         )
     check_sequence(model, config, training.seq_length)
     # Published tokenizers can have more tokens than the model has rows. Data that contains such a

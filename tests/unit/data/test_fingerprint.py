@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from megazoo import pretrain
+from megazoo.data.checksums import sampled_checksum
 from megazoo.data.conversations import CHATML
-from megazoo.data.fingerprint import changes, fingerprints, positions_in, sampled_checksum
+from megazoo.data.fingerprint import changes, fingerprints, positions_in
 from megazoo.data.indexed import write_index
 from megazoo.data.preprocess import Recipe, preprocess
 from tests.support.data import write_lines

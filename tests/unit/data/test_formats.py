@@ -20,7 +20,9 @@ from megazoo.data.encoding import Recipe
 from megazoo.data.formats import read_example
 from megazoo.data.indexed import IndexedTokens
 from megazoo.data.preprocess import preprocess
-from megazoo.data.text_files import is_streamed, is_text
+from megazoo.data.sources import source_named
+from megazoo.data.streaming import Streamed
+from megazoo.data.texts import TextFile
 from megazoo.errors import UserError
 from megazoo.tokenizer import ByteTokenizer, open_tokenizer
 from tests.support.data import open_all, write_lines
@@ -313,7 +315,7 @@ def test_every_form_of_a_file_has_the_same_tokens(tmp_path):
     expected = [encode_conversation(ByteTokenizer(), value, TEMPLATE) for value in OBJECTS]
     for name, form in FORMS.items():
         path = written(tmp_path / name, form(OBJECTS))
-        assert is_text(path)
+        assert isinstance(source_named(str(path)), TextFile)
         found = tokens_in(cached_tokens(path, "byte", TEMPLATE))
         assert found == [list(part) for part in zip(*expected, strict=True)], name
 
@@ -417,8 +419,7 @@ def test_rows_of_parquet_are_conversations(tmp_path):
     rows[0]["messages"][3] = message("assistant", "b", weight=1)
     path = tmp_path / "a.parquet"
     pq.write_table(pa.Table.from_pylist(rows), path)
-    assert is_text(path)
-    assert not is_streamed(str(path))
+    assert isinstance(source_named(str(path)), TextFile)
     expected = [encode_conversation(ByteTokenizer(), row, WHOLE) for row in rows]
     found = tokens_in(cached_tokens(path, "byte", WHOLE))
     assert found == [list(part) for part in zip(*expected, strict=True)]
@@ -429,7 +430,7 @@ def test_rows_of_parquet_are_conversations(tmp_path):
     with pytest.raises(UserError, match=r"a\.parquet, row 1: nothing to learn"):
         cached_tokens(path, "byte", TEMPLATE)
     pq.write_table(pa.Table.from_pylist([{"text": "a", "messages": TALK}]), path)
-    assert is_streamed(str(path)), "a column text is streamed"
+    assert isinstance(source_named(str(path)), Streamed), "a column text is streamed"
     for name in ("b", "c"):
         pq.write_table(pa.Table.from_pylist(rows), tmp_path / f"{name}.parquet")
     with pytest.raises(UserError, match="conversations cannot be streamed: pass each file"):
