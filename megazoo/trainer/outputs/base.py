@@ -70,7 +70,11 @@ class Output:
 
 
 def register_output(name: str) -> Callable[[Class], Class]:
-    """Return a class decorator that registers an output. name: of its flag, with underscores."""
+    """Return a class decorator that registers an output.
+
+    Args:
+        name: Name of its flag, with underscores.
+    """
 
     def register(output: Class) -> Class:
         OUTPUTS[name] = output
