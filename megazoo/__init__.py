@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from megazoo import checkpoint, data, evaluation, layers, lora, models, optim, testing
     from megazoo.callbacks import on_evaluation, on_save, on_step
     from megazoo.compat.oslo import initialize
+    from megazoo.launching.functions import launch
     from megazoo.models import from_config, from_parallelized, from_pretrained, register
     from megazoo.parallel import ParallelContext
 
@@ -24,6 +25,7 @@ __getattr__, __dir__ = lazy_attributes(
         "from_parallelized": "megazoo.models",
         "from_pretrained": "megazoo.models",
         "initialize": "megazoo.compat.oslo",
+        "launch": "megazoo.launching.functions",
         "layers": "megazoo.layers",
         "lora": "megazoo.lora",
         "models": "megazoo.models",
@@ -46,6 +48,7 @@ __all__ = [
     "from_parallelized",
     "from_pretrained",
     "initialize",
+    "launch",
     "layers",
     "lora",
     "models",

@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from megazoo.cli.program import run_command
 from megazoo.cli.settings import resolve
+from megazoo.cli.starting import data_parallel_size, start_missing_ranks
 from megazoo.cli.summary import introduce, show, summary
 from megazoo.commands import command_named, started_as
 from megazoo.launching.deaths import naming_dead_ranks
-from megazoo.launching.starting import data_parallel_size, start_missing_ranks
 from megazoo.parallel.compile import check_compiler
 from megazoo.parallel.context import ParallelContext
 from megazoo.terminal import print_rank_0
@@ -30,7 +30,17 @@ def main(arguments: list[str]) -> None:
     run = prepare(arguments)
     if run.finished:
         return
-    ctx = start_ranks(run)
+    parallel, device = run.options.parallel, run.device()
+    if run.options.training.compile:
+        check_compiler(device.type)
+    start_missing_ranks(
+        lambda: run_rank(run), parallel.tp, parallel.pp, parallel.cp, parallel.dp or 1
+    )
+
+
+def run_rank(run: Run) -> None:
+    """Train on this rank."""
+    ctx = start_rank(run)
     with naming_dead_ranks(ctx):
         introduce(run, ctx)
         if recorder := train(run, ctx):
@@ -51,12 +61,8 @@ def prepare(arguments: list[str]) -> Run:
     return run
 
 
-def start_ranks(run: Run) -> ParallelContext:
-    """Start the missing ranks, and connect this rank to the others."""
-    parallel, device = run.options.parallel, run.device()
-    if run.options.training.compile:
-        check_compiler(device.type)
-    start_missing_ranks(parallel.tp, parallel.pp, parallel.cp, parallel.dp or 1)
+def start_rank(run: Run) -> ParallelContext:
+    """Print notes, wait until the data is tokenized, and connect to the other ranks."""
     for note in notes_on_changes(run):  # before a file that a checkpoint names is read
         print_rank_0(note)
     if run.weights.base_note:

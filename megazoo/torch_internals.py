@@ -4,6 +4,7 @@ If a new version of torch changes one, only this module needs a change. Each doc
 function and why no public interface suffices. Everything works with torch 2.11 to 2.13.
 """
 
+import ctypes
 import functools
 import inspect
 from collections.abc import Callable
@@ -22,6 +23,7 @@ __all__ = [
     "attention_kernel",
     "copy_each",
     "default_store",
+    "end_openmp_threads",
     "flash_attention_operators",
     "flop_formulas",
     "fused_adamw",
@@ -344,6 +346,18 @@ def varlen_attention(
     y = varlen_attn(q, k, v, boundaries, key_boundaries, longest, longest_of_keys, **options)
     assert isinstance(y, torch.Tensor)  # without further results
     return y
+
+
+def end_openmp_threads() -> None:
+    """End the threads of OpenMP: forked processes don't have them, but would wait for them.
+
+    They start again when they are needed. torch has no function for this, so that this one is
+    called in the OpenMP library of torch, if it is of version 5.0.
+    """
+    library = ctypes.CDLL(torch._C.__file__)
+    if hasattr(library, "omp_pause_resource_all"):
+        hard = 2
+        library.omp_pause_resource_all(hard)
 
 
 def flash_attention_operators() -> tuple[Callable, Callable]:

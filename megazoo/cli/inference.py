@@ -1,6 +1,7 @@
 """Shared code of the tools that run a model: options, ranks, model and tokenizer."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -8,10 +9,10 @@ import torch
 
 from megazoo.cli.options import ImportOption
 from megazoo.cli.parsing import required
+from megazoo.cli.starting import data_parallel_size, start_missing_ranks
 from megazoo.commands import torchrun_line
 from megazoo.environment import world_size
 from megazoo.errors import UserError
-from megazoo.launching.starting import data_parallel_size, start_missing_ranks
 from megazoo.layers import round_to_int8
 from megazoo.lora import load_from, merge
 from megazoo.lora.source import open_beside
@@ -75,10 +76,14 @@ class InferenceOptions(ImportOption, VerifyOption):
         return world_size() == self.tp * self.pp * self.cp * self.ep == 1
 
 
-def load_for_inference(
-    options: InferenceOptions, *, keep_on_interrupt: bool = False
-) -> tuple[Model, Tokenizer]:
-    """Start the missing ranks, and return this rank's shard of the model and the tokenizer.
+def run_with_model(
+    options: InferenceOptions,
+    work: Callable[[Model, Tokenizer], None],
+    *,
+    keep_on_interrupt: bool = False,
+) -> None:
+    """Start the missing ranks, and call work(model, tokenizer) on each, with its shard of the
+    model.
 
     keep_on_interrupt: see `start_missing_ranks`.
     """
@@ -114,7 +119,29 @@ def load_for_inference(
     source.model.all_stages(config, ParallelContext(layout))
     local_ranks = options.tp * options.pp * replicas if world_size() == 1 else None
     choose_device(options.device, local_ranks)
+
+    def run_rank() -> None:
+        if note:
+            note_rank_0(note)
+        ctx = ParallelContext.of_layout(layout, options.device)
+        set_fp32_precision(options.fp32_precision)
+        dtype = (
+            getattr(torch, options.dtype)
+            if options.dtype
+            else source.dtype_of(next(iter(source.specs)))
+        )
+        model = source.model.empty(config, ctx, dtype=dtype)
+        load_weights(source, model)
+        if adapters:
+            load_from(model, adapters)
+        if options.int8:
+            if adapters:
+                merge(model)
+            round_to_int8(model)
+        work(model.eval(), tokenizer)
+
     start_missing_ranks(
+        run_rank,
         options.tp,
         options.pp,
         options.cp,
@@ -122,24 +149,6 @@ def load_for_inference(
         report=print_error,
         keep_on_interrupt=keep_on_interrupt,
     )
-    if note:
-        note_rank_0(note)
-    ctx = ParallelContext.of_layout(layout, options.device)
-    set_fp32_precision(options.fp32_precision)
-    dtype = (
-        getattr(torch, options.dtype)
-        if options.dtype
-        else source.dtype_of(next(iter(source.specs)))
-    )
-    model = source.model.empty(config, ctx, dtype=dtype)
-    load_weights(source, model)
-    if adapters:
-        load_from(model, adapters)
-    if options.int8:
-        if adapters:
-            merge(model)
-        round_to_int8(model)
-    return model.eval(), tokenizer
 
 
 def _data_parallel_size(options: InferenceOptions) -> int:

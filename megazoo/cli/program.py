@@ -18,7 +18,7 @@ from megazoo.commands import Command, command_named, documentation, program_name
 from megazoo.environment import adopt_launcher
 from megazoo.errors import Advice, UserError
 from megazoo.files import reason_of
-from megazoo.launching.starting import end_with_launcher
+from megazoo.launching.orphans import end_with_launcher
 from megazoo.terminal import print_error
 from megazoo.trainer.options import Options
 

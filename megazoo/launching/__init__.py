@@ -1,2 +1,1 @@
-"""Ranks of a program: start them, stop them on signals, and report ranks that died or do not
-respond."""
+"""Start ranks on this machine with torch.multiprocessing, watch them, and pass signals on."""

@@ -1,15 +1,14 @@
 """Report immediately which rank died and why, before the launcher's report."""
 
-import fcntl
 import os
 import select
 import signal
-import struct
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Thread
 
 from megazoo.environment import megazoos_launcher
+from megazoo.launching.local_ranks import death_by, name_of
 from megazoo.parallel.collectives import all_gather_objects
 from megazoo.parallel.context import ParallelContext
 from megazoo.terminal import print_error
@@ -17,26 +16,6 @@ from megazoo.torch_internals import default_store
 
 # Signals by which launchers and users end a job. Ranks that die of these are not reported.
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-# From <linux/pidfd.h>: the request, the flag that requests the wait status, and the struct that it
-# fills. The first field of the struct holds flags, the last the status.
-PIDFD_GET_INFO, PIDFD_INFO_EXIT, PIDFD_INFO = 0xC040FF0B, 8, struct.Struct("2Q12i")
-
-
-def name_of(rank: int, ctx: ParallelContext) -> str:
-    """Return a rank's number and its coordinates in the layout."""
-    place = ctx.place_of(rank)
-    axes = ("tp", "pp", "dp") if ctx.cp_size == 1 else ("tp", "pp", "cp", "dp")
-    return f"rank {rank} ({', '.join(f'{axis} {place[axis]}' for axis in axes)})"
-
-
-def death_by(number: int) -> str:
-    """Return the message for a process that died of a signal."""
-    try:
-        name = signal.Signals(number).name
-    except ValueError:  # a real-time signal
-        name = f"signal {number}"
-    hint = ": out of memory, perhaps" if number == signal.SIGKILL else ""
-    return f"was killed by {name}{hint}"
 
 
 @contextmanager
@@ -90,16 +69,16 @@ class _Watch:
             poll.register(self._closing, select.POLLIN)
             if any(ready == self._closing for ready, _ in poll.poll()):
                 return
-            text = _death(handle, pid, rank)
+            text = _death(pid, rank)
             if text is None:  # the rank has reported later deaths itself
                 return
             print_error(f"{name} on {os.uname().nodename} {text}")
 
 
-def _death(handle: int, pid: int, rank: int) -> str | None:
+def _death(pid: int, rank: int) -> str | None:
     """Return the message for a process that ended. None if it ended normally, printed an error
     itself, or received a signal to end."""
-    status = _wait_status(handle, pid)
+    status = _wait_status(pid)
     if status is None:
         with suppress(RuntimeError):
             if default_store().check([_left(rank)]):
@@ -110,22 +89,13 @@ def _death(handle: int, pid: int, rank: int) -> str | None:
     return None
 
 
-def _wait_status(handle: int, pid: int) -> int | None:
-    """Return the wait status of an ended process, as from waitpid.
-
-    None if its parent has already waited for it and the kernel does not keep the status (before
-    Linux 6.15).
-    """
+def _wait_status(pid: int) -> int | None:
+    """Return the wait status of an ended process, as from waitpid. None if its parent has already
+    waited for it."""
     with suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         if fields[0] in "ZX":
             return int(fields[-1])
-    info = bytearray(PIDFD_INFO.pack(PIDFD_INFO_EXIT, *[0] * 13))
-    with suppress(OSError):
-        fcntl.ioctl(handle, PIDFD_GET_INFO, info)
-        told, *_, status = PIDFD_INFO.unpack(info)
-        if told & PIDFD_INFO_EXIT:
-            return status
     return None
 
 

@@ -15,8 +15,8 @@ from megazoo.environment import (
     is_rank_zero,
     megazoos_launcher,
 )
-from megazoo.launching.deaths import name_of
 from megazoo.launching.heartbeat import heartbeat
+from megazoo.launching.local_ranks import SAME, name_of
 from megazoo.parallel.collectives import all_reduce_over
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.failure import is_of_communication
@@ -25,9 +25,6 @@ from megazoo.torch_internals import default_store
 
 # Seconds from SIGTERM to the end of the step. After that, the process ends without a checkpoint.
 PATIENCE = 20.0
-# Seconds within which signals count as one Ctrl-C: a rank may receive it directly and from a
-# launcher.
-SAME = 0.5
 GRACE = 3.0  # seconds for all waiting ranks to report their failed wait in the store
 OUT_OF_REACH = 5.0  # further seconds after which the job's store counts as unreachable
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from threading import Event, Thread
 
 from megazoo.environment import local_rank
-from megazoo.launching.deaths import name_of
+from megazoo.launching.local_ranks import name_of
 from megazoo.parallel.collectives import all_gather_objects
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.failure import calls_made

@@ -1,262 +1,224 @@
-"""The launcher of local ranks, for a program that was started as one process.
+"""The launcher of local ranks: torch.multiprocessing forks them, and one line reports a failure.
 
-It works like `torchrun --standalone`, without its error reports of 60 lines, and passes signals on
-to the ranks. After Ctrl-C they save and end. A second Ctrl-C ends them immediately. If possible, it
-forks the ranks, so that they need not import torch again.
+It passes signals on to the ranks. After Ctrl-C they save and end. A second Ctrl-C ends them
+immediately.
 """
 
-import gc
 import os
 import re
 import signal
 import socket
-import subprocess
 import sys
-import threading
 import time
-from collections.abc import Mapping
+import traceback
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from io import TextIOWrapper
 from pathlib import Path
+from typing import Any
 
-import torch
 from torch.distributed import TCPStore
+from torch.multiprocessing import start_processes
 
 from megazoo.environment import LAUNCHER_NAMES, LAUNCHER_PREFIXES, of_local_rank
-from megazoo.launching.deaths import death_by, name_of
-from megazoo.launching.elastic import SAME
+from megazoo.parallel import ending
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.layout import Layout
 from megazoo.terminal import print_error
-from megazoo.user_files import user_files
+from megazoo.torch_internals import end_openmp_threads
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 PATIENCE = 30.0  # seconds for ranks to end after one has failed, as in torchrun
 POLL = 0.05
+# Seconds within which signals count as one Ctrl-C: a rank may receive it directly and from a
+# launcher.
+SAME = 0.5
 
 
-class Fork:
-    """A forked child process, with the subset of subprocess.Popen that is used here."""
+def name_of(rank: int, ctx: ParallelContext) -> str:
+    """Return a rank's number and its coordinates in the layout."""
+    place = ctx.place_of(rank)
+    axes = ("tp", "pp", "dp") if ctx.cp_size == 1 else ("tp", "pp", "cp", "dp")
+    return f"rank {rank} ({', '.join(f'{axis} {place[axis]}' for axis in axes)})"
 
-    def __init__(self, pid: int):
-        self.pid = pid
-        self.returncode: int | None = None
 
-    def poll(self) -> int | None:
-        """Return the exit code of an ended child (negative: its signal), otherwise None."""
-        if self.returncode is None:
-            ended, status = os.waitpid(self.pid, os.WNOHANG)
-            self.returncode = os.waitstatus_to_exitcode(status) if ended else None
-        return self.returncode
+def death_by(number: int) -> str:
+    """Return the message for a process that died of a signal."""
+    try:
+        name = signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        name = f"signal {number}"
+    hint = ": out of memory, perhaps" if number == signal.SIGKILL else ""
+    return f"was killed by {name}{hint}"
 
 
 class LocalRanks:
-    """The ranks of a program, as processes of this machine.
+    """The ranks of a layout, as forked processes of this machine.
+
+    Attributes:
+        failed: the first rank that failed, if any.
+        received: the first signal that ends the ranks, if this process received one.
 
     Args:
-        tp, pp, cp, dp: sizes of the layout.
-        command: command that starts a rank. None: fork this process.
-        output: standard output of the command, as for subprocess. By default that of this process.
+        layout: layout of the ranks.
+        work: function that runs in each rank.
+        report: prints the line about a rank that failed without a message.
         keep_on_interrupt: pass each Ctrl-C on to ranks that also catch SIGUSR1, and let them
             continue.
     """
 
     def __init__(
         self,
-        tp: int,
-        pp: int,
-        command: list[str] | None,
-        cp: int = 1,
-        dp: int = 1,
-        output=None,
+        layout: Layout,
+        work: Callable[[], None],
+        *,
+        report: Callable[[str], None] = print_error,
         keep_on_interrupt: bool = False,
     ):
-        self.output, self.keep_on_interrupt = output, keep_on_interrupt
-        self.layout, self.command = ParallelContext(Layout(tp=tp, pp=pp, dp=dp, cp=cp)), command
-        # The ranks connect here. An open socket reserves its port: no other program can take it.
-        self.socket = socket.create_server(("localhost", 0))
-        self.processes: list[subprocess.Popen | Fork] = []
-        self.told: int | None = None  # first signal that the launcher received
-        self.at_once = False
-        self._first_interrupt = float("inf")
+        self.ctx, self.work = ParallelContext(layout), work
+        self.report, self.keep_on_interrupt = report, keep_on_interrupt
+        self.failed: int | None = None
+        self.received: int | None = None
+        self._processes: list[Any] = []  # of multiprocessing
+        self._at_once, self._first_interrupt = False, float("inf")
 
-    def run(self) -> int | None:
+    def run(self) -> int:
         """Start the ranks, wait for their end, and return the common exit code.
 
-        In a forked rank it returns None immediately, and the program continues there.
+        It is 0 if all ranks succeeded, otherwise that of the first that failed. For a signal it is
+        128 + its number, as in shells.
         """
-        for number in PASSED_ON:
-            # Background jobs of a shell ignore SIGINT, but their ranks must save as well.
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup
-                signal.signal(number, self._pass_on)
-        if self.command is None:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if ignored, exit codes get lost
-            gc.freeze()  # otherwise each rank would copy all objects at its exit
+        end_openmp_threads()
+        # The ranks connect here. An open socket reserves its port: no other program can take it.
+        reserved = socket.create_server(("localhost", 0))
+        port, world = reserved.getsockname()[1], self.ctx.world_size
+        environments = [of_local_rank(rank, world, port) for rank in range(world)]
+        # Background jobs of a shell ignore SIGINT, but their ranks must save as well. nohup ignores
+        # SIGHUP, as the ranks must.
+        caught = [
+            number
+            for number in PASSED_ON
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
+        ]
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # until all ranks are there
+        before = {number: signal.signal(number, self._pass_on) for number in caught}
+        # if it is ignored, exit codes get lost
+        before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        stdin, sys.stdin = sys.stdin, None  # multiprocessing would close it in the ranks
         try:
-            for rank in range(self.layout.world_size):
-                if self.told is None and not self._start(rank):
-                    return None
+            try:
+                arguments = (environments, reserved, caught, mask, stdin)
+                started = start_processes(
+                    self._run_rank, arguments, world, join=False, start_method="fork"
+                )
+                assert started is not None  # as it does not join
+                self._processes = started.processes
+            finally:
+                sys.stdin = stdin
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             # Created after the forks, which would not have its thread. The ranks wait for it.
-            port, descriptor = self.socket.getsockname()[1], self.socket.detach()
             _store = TCPStore(
                 "localhost",
                 port,
                 is_master=True,
                 wait_for_workers=False,
-                master_listen_fd=descriptor,
+                master_listen_fd=reserved.detach(),
             )
-            if self.told is not None:  # the signal may have preceded the last rank
-                self._send(self.told)
-            return self._exit_code(self._wait())
+            self._wait()
         finally:  # after any error, no rank remains
-            self._send(signal.SIGKILL)
+            self._send(signal.SIGKILL, self._processes)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        if self._at_once:
+            return 128 + signal.SIGINT
+        code = 0 if self.failed is None else self._processes[self.failed].exitcode or 0
+        if self.received and code in (-signal.SIGTERM, -self.received, 128 + signal.SIGTERM):
+            return 128 + self.received
+        return 128 - code if code < 0 else code
 
-    def _wait(self) -> int | None:
-        """Wait until all ranks have ended. Return the first that failed, if any. After a failure,
-        the other ranks are ended."""
-        failed, deadline, running = None, float("inf"), True
+    def _run_rank(self, rank: int, environments, reserved, caught, mask, stdin) -> None:
+        """Work in a forked rank, whose state is that of a newly started process."""
+        reserved.close()
+        os.setsid()  # so that only the launcher receives a terminal's Ctrl-C
+        for name in list(os.environ):
+            if name in LAUNCHER_NAMES or name.startswith(LAUNCHER_PREFIXES):
+                del os.environ[name]
+        os.environ.update(environments[rank])
+        for number in caught:
+            usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            signal.signal(number, usual)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        sys.stdin = stdin
+        if isinstance(sys.stdout, TextIOWrapper):  # not in notebooks
+            sys.stdout.reconfigure(line_buffering=True)
+        try:
+            self.work()
+        except BaseException as error:
+            ending.leave()
+            if isinstance(error, Exception):
+                traceback.print_exc()
+                sys.exit(1)
+            raise
+        ending.close()
+
+    def _wait(self) -> None:
+        """Wait until all ranks have ended. After a failure, end the other ranks."""
+        deadline, running = float("inf"), self._processes
         while running:
             time.sleep(POLL)
-            running = self._running()  # before the check for failed ranks, which then misses none
-            if failed is None:
-                failed = next((rank for rank, p in enumerate(self.processes) if p.poll()), None)
-                if failed is not None:
-                    self._report(failed)
-                    self._send(signal.SIGTERM)
+            # before the check for failed ranks, which then misses none
+            running = [process for process in self._processes if process.exitcode is None]
+            if self.failed is None:
+                codes = [process.exitcode for process in self._processes]
+                self.failed = next((rank for rank, code in enumerate(codes) if code), None)
+                if self.failed is not None:
+                    self._report(self.failed, codes[self.failed])
+                    self._send(signal.SIGTERM, running)
                     deadline = time.monotonic() + PATIENCE
             elif time.monotonic() > deadline:
-                self._send(signal.SIGKILL)
+                self._send(signal.SIGKILL, running)
             else:  # a rank may have noted the first SIGTERM, but not acted on it before its error
-                ready = [p for p in running if not _catches(p.pid, signal.SIGTERM)]
+                ready = [p for p in running if not catches(p.pid, signal.SIGTERM)]
                 self._send(signal.SIGTERM, ready)
-        return failed
 
-    def _start(self, rank: int) -> bool:
-        """Start a rank. Return False in the rank itself if it was forked, otherwise True."""
-        environment = of_local_rank(rank, self.layout.world_size, self.socket.getsockname()[1])
-        if self.command is None:
-            return self._fork(environment)
-        environment = _without_launcher(os.environ) | environment
-        environment.setdefault("OMP_NUM_THREADS", "1")  # each rank sets its share of the cores
-        # In a separate session, so that only the launcher receives a terminal's Ctrl-C. It passes
-        # the signal on.
-        self.processes.append(
-            subprocess.Popen(
-                self.command, env=environment, start_new_session=True, stdout=self.output
-            )
-        )
-        return True
-
-    def _fork(self, environment: dict[str, str]) -> bool:
-        """Fork a rank. Return False in the rank, whose state is that of a newly started process."""
-        caught = [number for number in PASSED_ON if signal.getsignal(number) == self._pass_on]
-        sys.stdout.flush()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
-        try:
-            pid = os.fork()
-            if pid:
-                self.processes.append(Fork(pid))
-                return True
-            self.processes = []
-            self.socket.close()
-            os.setsid()
-            kept = _without_launcher(os.environ)
-            os.environ.clear()
-            os.environ.update(kept | environment)
-            for number in caught:
-                usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-                signal.signal(number, usual)
-            if isinstance(sys.stdout, TextIOWrapper):
-                sys.stdout.reconfigure(line_buffering=True)
-            return False
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-    def _running(self) -> list[subprocess.Popen | Fork]:
-        return [process for process in self.processes if process.poll() is None]
+    def _report(self, rank: int, code: int) -> None:
+        """Report the first rank that failed, unless this process received a signal or the rank
+        printed its error itself: ranks exit with 1 or 2 after their error line."""
+        if self.received is None and code not in (1, 2):
+            what = death_by(-code) if code < 0 else f"ended with exit code {code}"
+            self.report(f"{name_of(rank, self.ctx)} on {os.uname().nodename} {what}")
 
     def _pass_on(self, number: int, _frame) -> None:
         """Pass a signal on to the ranks. A second Ctrl-C ends them immediately."""
-        now, ranks = time.monotonic(), [process.pid for process in self._running()]
-        catch = bool(ranks) and all(_catches(pid, signal.SIGUSR1) for pid in ranks)
+        now, ranks = time.monotonic(), self._processes
+        catch = all(catches(process.pid, signal.SIGUSR1) for process in ranks)
         if number == signal.SIGINT and self.keep_on_interrupt and catch:
-            self._send(number)
+            self._send(number, ranks)
             return
-        self.told = self.told or number
+        self.received = self.received or number
         if number == signal.SIGINT and self._first_interrupt > now:
             self._first_interrupt = now
         elif number == signal.SIGINT and now > self._first_interrupt + SAME:
-            self.at_once, number = True, signal.SIGKILL
+            self._at_once, number = True, signal.SIGKILL
         elif number == signal.SIGINT:
             return
-        self._send(number)
+        self._send(number, ranks)
 
-    def _send(self, number: int, processes: list[subprocess.Popen | Fork] | None = None) -> None:
-        for process in self._running() if processes is None else processes:
+    @staticmethod
+    def _send(number: int, processes: Iterable[Any]) -> None:
+        """Send a signal to the sessions of the ranks that have not ended."""
+        for process in processes:
+            if process.exitcode is not None:
+                continue
             # A rank that is not training yet has nothing to save, and SIGINT would make it print a
             # traceback.
-            waits = number == signal.SIGINT and not _catches(process.pid, signal.SIGUSR1)
+            waits = number == signal.SIGINT and not catches(process.pid, signal.SIGUSR1)
             number_here = signal.SIGTERM if waits else number
-            with suppress(ProcessLookupError, PermissionError):  # it has just ended
-                try:
-                    os.killpg(process.pid, number_here)
-                except ProcessLookupError:  # a fork without a separate session yet
-                    os.kill(process.pid, number_here)
-
-    def _report(self, rank: int) -> None:
-        """Print which rank failed first, unless the launcher received a signal or the rank printed
-        its error itself: programs of megazoo exit with 1 or 2 after their error line."""
-        code = self._code(rank)
-        if self.told is None and code not in (1, 2):
-            what = death_by(-code) if code < 0 else f"ended with exit code {code}"
-            print_error(f"{name_of(rank, self.layout)} on {os.uname().nodename} {what}")
-
-    def _code(self, rank: int) -> int:
-        """Return the exit code of an ended rank (negative: its signal)."""
-        code = self.processes[rank].poll()
-        assert code is not None
-        return code
-
-    def _exit_code(self, failed: int | None) -> int:
-        """Return 0 if all ranks succeeded, otherwise the exit code of the first that failed.
-
-        For a signal it is 128 + its number, as in shells.
-        """
-        if self.at_once:
-            return 128 + signal.SIGINT
-        if failed is None:
-            return 0 if len(self.processes) == self.layout.world_size else 128 + (self.told or 0)
-        code = self._code(failed)
-        if self.told and code in (-signal.SIGTERM, -self.told, 128 + signal.SIGTERM):
-            return 128 + self.told
-        return 128 - code if code < 0 else code
+            with suppress(ProcessLookupError):  # it has just ended
+                os.kill(process.pid, number_here)
 
 
-def can_fork() -> bool:
-    """Return whether ranks can be forked from this process.
-
-    A forked child has none of its threads, and cannot use CUDA after this process has initialized
-    it. A user's --import file may have started threads or CUDA. Only Python's threads are detected,
-    so torch must not have computed anything before: a child would wait for torch's threads.
-    """
-    return (
-        sys.platform == "linux"
-        and threading.active_count() == 1
-        and not torch.cuda.is_available()
-        and not user_files
-    )
-
-
-def _without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without the variables of a launcher."""
-    return {
-        name: value
-        for name, value in environment.items()
-        if name not in LAUNCHER_NAMES and not name.startswith(LAUNCHER_PREFIXES)
-    }
-
-
-def _catches(pid: int, number: int) -> bool:
+def catches(pid: int, number: int) -> bool:
     """Return whether a process has a handler for a signal. True if unknown."""
     status = ""
     with suppress(OSError):

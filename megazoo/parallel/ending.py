@@ -78,6 +78,12 @@ def close_at_exit(name: str, owns_world: bool, groups: list) -> None:
     _latest.groups.update(groups)
 
 
+def close() -> None:
+    """Close now what would be closed at the end: forked processes end without atexit."""
+    if _latest:
+        _latest()
+
+
 def leave() -> None:
     """End this process without waiting for the other ranks, after a reported error."""
     if _latest:

@@ -63,9 +63,12 @@ def data_parallel_size_for(world: int, tp: int, pp: int, dp: int | None = None, 
     if world % replica or (dp is not None and world != replica * dp):
         multiple = "" if dp else "a multiple of "
         asked, enough = product_of(tp, pp, dp, cp), ranks_that_fit(world, tp, pp, dp, cp)
+        given = {"tp": tp, "pp": pp, "cp": cp, "dp": dp or 1}
+        sizes = "".join(f", {name}={size}" for name, size in given.items() if size > 1)
+        launch = f"use megazoo.launch(function{sizes}), or " if world == 1 else ""
         raise UserError(
             f"{world} ranks were started, but {asked} needs "
-            f"{multiple}{replica * (dp or 1)}: start {enough}{_with_torchrun(enough)}"
+            f"{multiple}{replica * (dp or 1)}: {launch}start {enough}{_with_torchrun(enough)}"
         )
     return world // replica
 

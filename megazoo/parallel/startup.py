@@ -1,8 +1,9 @@
 """Start a rank: rendezvous, initialise torch.distributed, and select the device."""
 
 import os
+import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megazoo import environment
+from megazoo.environment import is_rank_zero, world_size
 from megazoo.errors import UserError
 from megazoo.parallel.cpu import products
 from megazoo.parallel.device import share_cores
@@ -69,3 +71,23 @@ def agree_on_name(device: torch.device) -> str:
     ((name, methods),) = told
     products.follow(methods)
     return name
+
+
+def after_rank_zero(work: Callable[[], None]):
+    """Run `work` on rank 0 while all others wait without a timeout, unlike in a process group.
+
+    Returns:
+        The store of the ranks. Keep a reference until the process group exists, which may use it.
+    """
+    if world_size() == 1 or dist.is_initialized():
+        if is_rank_zero():
+            work()
+        return None
+    with rendezvous_errors():
+        store, rank, _ = next(dist.rendezvous("env://"))
+    if rank == 0:
+        work()
+        store.set("megazoo/done", "")
+    while not store.check(["megazoo/done"]):
+        time.sleep(0.1)
+    return store

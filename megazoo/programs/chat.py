@@ -15,21 +15,24 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Annotated
 
 import torch
 import torch.distributed as dist
 
 from megazoo.cli.flags import parse_flags
-from megazoo.cli.inference import load_for_inference
+from megazoo.cli.inference import run_with_model
 from megazoo.cli.prompts import Printer
 from megazoo.cli.sampling import SamplingOptions, end_of_answers, sampling_settings, with_stops
 from megazoo.data.conversations import as_jinja, only_template, template_of
 from megazoo.environment import is_rank_zero
 from megazoo.errors import UserError
+from megazoo.models.base import Model
 from megazoo.parallel.collectives import all_gather_objects, all_reduce
 from megazoo.settings import Text, unset
 from megazoo.terminal import note_rank_0
+from megazoo.tokenizer import Tokenizer
 from megazoo.tokenizer.chat import ANSWERS
 
 RESET, EXIT, HELP = "/reset", "/exit", "/help"
@@ -110,10 +113,13 @@ class Chat:
 
 def main(arguments: list[str]) -> None:
     options = parse_flags(Options, arguments, __doc__)
-    in_terminal = sys.stdin.isatty()
-    if in_terminal and options.source:
+    if sys.stdin.isatty() and options.source:
         note_rank_0(f"loading {options.source} ...")
-    model, tokenizer = load_for_inference(options, keep_on_interrupt=True)
+    run_with_model(options, partial(chat_with, options), keep_on_interrupt=True)
+
+
+def chat_with(options: Options, model: Model, tokenizer: Tokenizer) -> None:
+    """Chat with a loaded model."""
     template = template_of(options.chat_template, tokenizer)
     template = template or only_template(tokenizer, "conversations")
     tokenizer.chat_template = as_jinja(template, tokenizer)
@@ -129,7 +135,7 @@ def main(arguments: list[str]) -> None:
         return bool(came)
 
     chat = Chat(model, tokenizer, settings, options.system, halt)
-    if in_terminal:
+    if sys.stdin.isatty():
         note_rank_0(COMMANDS)
     converse(chat, interrupts)
     if dist.is_initialized():

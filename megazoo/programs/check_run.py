@@ -16,8 +16,6 @@ import json
 import math
 import os
 import re
-import signal
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -31,10 +29,11 @@ from megazoo.checkpoint.places import find_checkpoint, has_checkpoint
 from megazoo.cli.flags import parse_flags
 from megazoo.cli.options import ImportOption
 from megazoo.cli.parsing import required
+from megazoo.cli.starting import start_again
 from megazoo.data.dataset import check_data
 from megazoo.errors import UserError, check_number
 from megazoo.files import write_text
-from megazoo.launching.local_ranks import PASSED_ON, LocalRanks
+from megazoo.launching.local_ranks import LocalRanks
 from megazoo.parallel.layout import switches
 from megazoo.settings import (
     File,
@@ -303,24 +302,26 @@ def train_again(
         config, record = Path(directory) / "settings.toml", Path(directory) / "record"
         lines = [f"{name} = {toml(value)}\n" for name, value in {**settings, **quiet}.items()]
         write_text("--config", config, "".join(lines))
-        command = [sys.executable, "-u", "-m", "megazoo.pretrain", "--config", str(config)]
-        command += ["--record", str(record)]
-        command += ["--import", str(import_)] if import_ else []
+        words = ["-m", "megazoo.pretrain", "--config", str(config), "--record", str(record)]
+        words += ["--import", str(import_)] if import_ else []
         sizes = {name: settings[name] for name in ("tp", "pp", "cp")}
-        run_ranks(LocalRanks(**sizes, dp=dp, command=command, output=subprocess.DEVNULL))
+        run_ranks(Layout(**sizes, dp=dp), words)
         steps_again = [step for step in read_steps(record) if step.loss is not None]
         return read_record(record), steps_again
 
 
-def run_ranks(ranks: LocalRanks) -> None:
-    """Run the ranks until they exit. A signal that ends them also ends this program; UserError if
-    they fail."""
-    before = {number: signal.getsignal(number) for number in PASSED_ON}
+def run_ranks(layout: Layout, words: list[str]) -> None:
+    """Run ranks of Python with these arguments, without their output. A signal that ends them also
+    ends this program; UserError if they fail."""
+
+    def work() -> None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        start_again(words)
+
+    ranks = LocalRanks(layout, work)
     code = ranks.run()
-    for number, handler in before.items():
-        signal.signal(number, handler)
-    if ranks.told is not None:
-        sys.exit(128 + ranks.told)
+    if ranks.received is not None:
+        sys.exit(128 + ranks.received)
     if code:
         raise UserError("the run could not be repeated: see the error above", exit_code=code)
 

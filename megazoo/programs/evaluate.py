@@ -20,6 +20,7 @@ table of the harness, which `pip install -e '.[eval]'` in the clone of megazoo i
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -29,7 +30,7 @@ import torch.distributed as dist
 from torch.nn.utils.rnn import pad_sequence
 
 from megazoo.cli.flags import parse_flags
-from megazoo.cli.inference import InferenceOptions, load_for_inference
+from megazoo.cli.inference import InferenceOptions, run_with_model
 from megazoo.data.labels import REGRESSION, Labels, encode_texts, kept_tokens, labels_of
 from megazoo.environment import is_rank_zero
 from megazoo.errors import UserError
@@ -102,7 +103,11 @@ def main(arguments: list[str]) -> None:
         from megazoo.evaluation.tasks import find_tasks  # slow, and needs an optional package
 
         tasks = find_tasks(options.tasks)
-    model, tokenizer = load_for_inference(options)
+    run_with_model(options, partial(score, options, requests, documents, rows, tasks))
+
+
+def score(options: Options, requests, documents, rows, tasks, model, tokenizer) -> None:
+    """Score the one input that is not None, and write its lines to --output."""
     if tasks is not None:
         lines = [answered_tasks(model, tokenizer, tasks, options)]
     elif rows is not None:

@@ -15,11 +15,12 @@ import sys
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch.distributed as dist
 
 from megazoo.cli.flags import parse_flags
-from megazoo.cli.inference import load_for_inference
+from megazoo.cli.inference import run_with_model
 from megazoo.cli.prompts import (
     Answers,
     Printer,
@@ -31,9 +32,11 @@ from megazoo.cli.prompts import (
 from megazoo.cli.sampling import SamplingOptions, end_of_answers, sampling_settings, with_stops
 from megazoo.environment import is_rank_zero
 from megazoo.errors import UserError
+from megazoo.models.base import Model
 from megazoo.parallel.collectives import all_gather_objects
 from megazoo.settings import File, Text
 from megazoo.terminal import count_bar, note_rank_0, print_rank_0
+from megazoo.tokenizer import Tokenizer
 
 # Arguments of `Model.generate` that have flags with the same names.
 SAME_NAMES = (
@@ -146,7 +149,18 @@ def main(arguments: list[str]) -> None:
     options = parse_flags(Options, arguments, __doc__)
     prompts, messages = read_questions(options)
     output = Answers(options.output) if options.output else None
-    model, tokenizer = load_for_inference(options)
+    run_with_model(options, partial(answer_all, options, prompts, messages, output))
+
+
+def answer_all(
+    options: Options,
+    prompts: list[Prompt] | None,
+    messages: list[dict] | None,
+    output: Answers | None,
+    model: Model,
+    tokenizer: Tokenizer,
+) -> None:
+    """Answer the prompts, the lines with messages, or the lines of stdin if both are None."""
     settings = settings_of(options, model, tokenizer)
     if messages:
         prompts = [prompt_of_messages(line, tokenizer) for line in messages]

@@ -7,11 +7,11 @@ from megazoo.data.conversations import template_of
 from megazoo.data.dataset import check_data
 from megazoo.errors import UserError
 from megazoo.families.registry import FAMILIES, family_of
-from megazoo.launching.starting import after_rank_zero
 from megazoo.parallel.collectives import all_gather_objects
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.device import set_fp32_precision
 from megazoo.parallel.failure import propagate_errors
+from megazoo.parallel.startup import after_rank_zero
 from megazoo.tokenizer import open_tokenizer
 from megazoo.tokenizer.templates import chat_templates_in
 from megazoo.trainer.adapters import Weights

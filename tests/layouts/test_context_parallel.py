@@ -543,8 +543,9 @@ def test_contexts_that_cannot_be_are_refused(monkeypatch, tmp_path):
         (lambda: ParallelContext.virtual(cp=2, rank=2), "rank 2 is not in a world of tp 1 x pp 1"),
         (
             lambda: ParallelContext.from_torch(context_parallel_size=2),
-            "1 ranks were started, but tp 1 x pp 1 x cp 2 needs a multiple of 2: start 2 with "
-            "torchrun --nproc-per-node 2 train.py --lr 1",
+            "1 ranks were started, but tp 1 x pp 1 x cp 2 needs a multiple of 2: use "
+            "megazoo.launch(function, cp=2), or start 2 with torchrun --nproc-per-node 2 train.py "
+            "--lr 1",
         ),
         (
             lambda: ParallelContext.from_torch(context_parallel_size=2.0),

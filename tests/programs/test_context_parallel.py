@@ -120,7 +120,7 @@ def test_the_method_is_that_of_the_flag(ranks):
 
 
 def method_of_the_run(arguments: list[str]) -> tuple[str, int]:
-    ctx = pretrain.start_ranks(pretrain.prepare(arguments))
+    ctx = pretrain.start_rank(pretrain.prepare(arguments))
     return ctx.layout.cp_method, ctx.cp_size
 
 

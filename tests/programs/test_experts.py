@@ -65,7 +65,7 @@ def test_the_command_starts_the_replicas_that_ep_needs(saved, monkeypatch, sizes
     class Started(Exception):
         pass
 
-    def start(*sizes, **_):
+    def start(work, *sizes, **_):
         raise Started(sizes)
 
     monkeypatch.setattr(inference, "start_missing_ranks", start)

@@ -7,15 +7,15 @@ import sys
 import pytest
 import torch
 
-from megazoo.launching import local_ranks
+from megazoo.cli import starting
 from tests.support.pretraining import ROOT
 from tests.support.programs import python
 
 PROGRAM = """
 import os, signal, sys, threading, time
-from megazoo.launching.starting import start_missing_ranks
-from megazoo.launching.local_ranks import PASSED_ON
+from megazoo.cli.starting import start_missing_ranks
 from megazoo.cli.mistakes import user_files
+from megazoo.launching.local_ranks import PASSED_ON
 
 how, words = sys.argv[1], sys.argv[2:]
 if how == "import":
@@ -23,30 +23,33 @@ if how == "import":
 if how == "thread":
     threading.Thread(target=threading.Event().wait, daemon=True).start()
 began = os.getpid()
-start_missing_ranks(2, 1)
-rank = int(os.environ["RANK"])
-handled = [signal.getsignal(number) for number in PASSED_ON]
-assert handled[0] is signal.default_int_handler and set(handled[1:]) == {signal.SIG_DFL}
-assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])
-assert "GROUP_RANK" not in os.environ
-assert os.getsid(0) == os.getpid()
-assert os.environ["MEGAZOO_LAUNCHER"] == str(os.getppid()) or how != "fork"
-print("forked" if began == os.getppid() else "anew", rank, os.environ["WORLD_SIZE"])
-ready = __file__ + ".ready"
-if words[rank] == "late":
-    noted = []
-    signal.signal(signal.SIGTERM, lambda *_: noted.append(1))
-    open(ready, "w").close()
-    while not noted:
+
+def work():
+    rank = int(os.environ["RANK"])
+    handled = [signal.getsignal(number) for number in PASSED_ON]
+    assert handled[0] is signal.default_int_handler and set(handled[1:]) == {signal.SIG_DFL}
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    assert "GROUP_RANK" not in os.environ
+    assert os.getsid(0) == os.getpid()
+    assert os.environ["MEGAZOO_LAUNCHER"] == str(os.getppid()) or how != "fork"
+    print("forked" if began == os.getppid() else "anew", rank, os.environ["WORLD_SIZE"])
+    ready = __file__ + ".ready"
+    if words[rank] == "late":
+        noted = []
+        signal.signal(signal.SIGTERM, lambda *_: noted.append(1))
+        open(ready, "w").close()
+        while not noted:
+            time.sleep(0.01)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(5)
+        print("not ended")
+    while "late" in words and not os.path.exists(ready):
         time.sleep(0.01)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    time.sleep(5)
-    print("not ended")
-while "late" in words and not os.path.exists(ready):
-    time.sleep(0.01)
-if words[rank] == "die":
-    os.kill(os.getpid(), signal.SIGKILL)
-sys.exit(int(words[rank]))
+    if words[rank] == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    sys.exit(int(words[rank]))
+
+start_missing_ranks(work, 2, 1)
 """
 
 
@@ -62,19 +65,19 @@ def run(tmp_path, *words, **environment):
 
 
 def test_what_keeps_a_program_from_forking(monkeypatch):
-    monkeypatch.setattr(local_ranks.threading, "active_count", lambda: 1)
-    monkeypatch.setattr(local_ranks, "user_files", [])
+    monkeypatch.setattr(starting.threading, "active_count", lambda: 1)
+    monkeypatch.setattr(starting, "user_files", [])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert local_ranks.can_fork() == (sys.platform == "linux")
+    assert starting.can_fork() == (sys.platform == "linux")
     for where, name, value in [
-        (local_ranks.threading, "active_count", lambda: 2),
-        (local_ranks, "user_files", ["own.py"]),
+        (starting.threading, "active_count", lambda: 2),
+        (starting, "user_files", ["own.py"]),
         (torch.cuda, "is_available", lambda: True),
         (sys, "platform", "darwin"),
     ]:
         with monkeypatch.context() as patched:
             patched.setattr(where, name, value)
-            assert not local_ranks.can_fork(), name
+            assert not starting.can_fork(), name
 
 
 @pytest.mark.parametrize(

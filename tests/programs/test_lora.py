@@ -141,7 +141,7 @@ def test_the_base_may_be_a_hugging_face_directory(tmp_path, monkeypatch):
 def test_adapters_alone_begin_a_new_run(files):
     run = pretrain.prepare([*RUN, "--load", str(files / "lora"), "--load-weights-only"])
     assert (run.first_step, run.resuming) == (0, False)
-    model, optimizer = build(run, pretrain.start_ranks(run))
+    model, optimizer = build(run, pretrain.start_rank(run))
     held = SavedAdapters(files / "lora")
     for entry in saved_entries(model):
         values = torch.empty(entry.spec.shape)
@@ -172,7 +172,7 @@ def test_a_directory_of_pefts_is_loaded_by_megazoo_lora(files, monkeypatch):
     arguments = [*RUN, "--load", str(files / "base"), "--lora-load", str(files / "peft")]
     run = pretrain.prepare(arguments)
     assert not run.resuming
-    model, _ = build(run, pretrain.start_ranks(run))
+    model, _ = build(run, pretrain.start_rank(run))
     assert (calls, model.attached.rank) == ([files / "peft"], 3)
 
 

@@ -38,7 +38,8 @@ def saved_step(path) -> int:
     return Checkpoint(path).trainer["step"]
 
 
-IGNORED = (signal.SIGINT, signal.SIGHUP)  # under nohup in the background
+# under nohup in the background, and where a parent does not wait for its children
+IGNORED = (signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 
 
 @pytest.mark.parametrize(
@@ -247,9 +248,10 @@ def test_a_run_that_ends_well_says_nothing_of_its_ranks(start):
 
 # Ranks that do what their rank's word says.
 RANKS = """
-import os, signal, subprocess, sys, time
+import os, signal, sys, time
+from multiprocessing import popen_fork
 
-class Late(subprocess.Popen):  # whose caller is late to hear that it has started
+class Late(popen_fork.Popen):  # whose caller is late to hear that it has started
     def __init__(self, *arguments, **named):
         super().__init__(*arguments, **named)
         if word == "told":
@@ -260,8 +262,10 @@ class Late(subprocess.Popen):  # whose caller is late to hear that it has starte
 word = sys.argv[1:][int(os.environ.get("RANK", 0))]
 if "RANK" not in os.environ:
     from megazoo.launching.local_ranks import LocalRanks
-    subprocess.Popen = Late
-    sys.exit(LocalRanks(2, 1, [sys.executable, *sys.argv]).run())
+    from megazoo.parallel.layout import Layout
+    popen_fork.Popen = Late
+    command = [sys.executable, sys.executable, *sys.argv]
+    sys.exit(LocalRanks(Layout(tp=2), lambda: os.execv(*command[:1], command[1:])).run())
 if word == "deaf":
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

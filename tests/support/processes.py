@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megazoo.launching.local_ranks import _catches as catches
+from megazoo.launching.local_ranks import catches
 from tests.support.pretraining import ROOT, SMALL
 from tests.support.programs import MARK, marked
 

@@ -14,8 +14,8 @@ import pytest
 
 from megazoo.launching import deaths
 from megazoo.launching.elastic import StopSignal
-from megazoo.launching.local_ranks import _catches as catches
-from megazoo.launching.starting import end_with_launcher
+from megazoo.launching.local_ranks import catches
+from megazoo.launching.orphans import end_with_launcher
 from megazoo.parallel.collectives import all_gather_objects
 from megazoo.parallel.context import ParallelContext
 from tests.support.processes import SOON, lives
@@ -56,31 +56,24 @@ def test_a_forked_child_holds_up_no_thread():
         os.waitpid(child, 0)
 
 
-@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="processes can't be watched here")
 def test_a_rank_that_was_told_to_end_did_not_die():
     with subprocess.Popen(["sleep", "60"]) as process:
-        handle = os.pidfd_open(process.pid)
         process.terminate()
         while lives(process.pid):
             time.sleep(0.01)
-        assert deaths._death(handle, process.pid, 1) is None
-        os.close(handle)
+        assert deaths._death(process.pid, 1) is None
 
 
-@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="processes can't be watched here")
 def test_how_a_process_died_is_read_before_its_parent_is_told_and_after():
     with subprocess.Popen(["sleep", "60"]) as process:
-        handle = os.pidfd_open(process.pid)
-        assert deaths._wait_status(handle, process.pid) is None
+        assert deaths._wait_status(process.pid) is None
         process.kill()
         while lives(process.pid):
             time.sleep(0.01)
-        assert deaths._wait_status(handle, process.pid) == signal.SIGKILL
-        assert deaths._death(handle, process.pid, 1).startswith("was killed by SIGKILL")
+        assert deaths._wait_status(process.pid) == signal.SIGKILL
+        assert deaths._death(process.pid, 1).startswith("was killed by SIGKILL")
         process.wait()
-        # None where the kernel does not keep it
-        assert deaths._wait_status(handle, process.pid) in (signal.SIGKILL, None)
-        os.close(handle)
+        assert deaths._wait_status(process.pid) is None
 
 
 def loses_a_neighbour():

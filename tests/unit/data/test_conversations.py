@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megazoo import pretrain
 from megazoo.checkpoint import Checkpoint
-from megazoo.cli.inference import load_for_inference
+from megazoo.cli.inference import run_with_model
 from megazoo.data import Batches, Blend
 from megazoo.data.cache import cached_tokens
 from megazoo.data.conversations import CHATML, encode_conversation
@@ -348,9 +348,16 @@ def test_the_chat_template_travels_with_a_fine_tuned_model(tmp_path):
     words = [*common[:-1], lora, "--load", run, "--lora-rank", "1"]
     pretrain.main([*words, "--chat-template", f"{tmp_path}/mine.jinja"])
     options = generate.Options(source=tmp_path / "run", adapter=tmp_path / "lora", device="cpu")
-    assert load_for_inference(options)[1].chat_template == template
+    templates = []
+    run_with_model(options, lambda _, tokenizer: templates.append(tokenizer.chat_template))
+    assert templates == [template]
     convert.main([run, merged, "--to", "hf", "--adapter", lora])
     assert (tmp_path / "merged/chat_template.jinja").read_text() == template
-    _, tokenizer = load_for_inference(generate.Options(source=tmp_path / "run", device="cpu"))
-    asked = tokenizer.apply_chat_template(talk["messages"][:1], add_generation_prompt=True)
-    assert asked == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    asked = []
+
+    def ask(_, tokenizer) -> None:
+        ask = tokenizer.apply_chat_template
+        asked.append(ask(talk["messages"][:1], add_generation_prompt=True))
+
+    run_with_model(generate.Options(source=tmp_path / "run", device="cpu"), ask)
+    assert asked == ["<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"]

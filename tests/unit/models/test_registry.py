@@ -15,7 +15,7 @@ from torch import nn
 
 import megazoo
 from megazoo import from_config, pretrain, register
-from megazoo.cli.inference import InferenceOptions, load_for_inference
+from megazoo.cli.inference import InferenceOptions, run_with_model
 from megazoo.cli.parsing import CommandLine
 from megazoo.cli.program import run_program
 from megazoo.errors import UserError
@@ -338,8 +338,9 @@ def test_an_imported_file_runs_once_in_the_tools_that_run_a_model(tmp_path):
     file, count = tmp_path / "counts.py", tmp_path / "count"
     file.write_text(f"with open({str(count)!r}, 'a') as out:\n    out.write('x')\n")
     from_config("gpt2-tiny").save_parallelized(tmp_path / "model")
-    load_for_inference(
-        InferenceOptions(source=tmp_path / "model", import_=file, tokenizer="byte", device="cpu")
+    run_with_model(
+        InferenceOptions(source=tmp_path / "model", import_=file, tokenizer="byte", device="cpu"),
+        lambda model, tokenizer: None,
     )
     assert count.read_text() == "x"
 
