@@ -7,7 +7,7 @@ from megazoo.errors import UserError
 from megazoo.lazy import lazy_attributes
 
 if TYPE_CHECKING:
-    from megazoo import checkpoint, data, evaluation, layers, lora, models, optim, testing
+    from megazoo import checkpoint, data, evaluation, layers, lora, models, optim, testing, trainer
     from megazoo.callbacks import on_evaluation, on_save, on_step
     from megazoo.compat.oslo import initialize
     from megazoo.launching.functions import launch
@@ -35,6 +35,7 @@ __getattr__, __dir__ = lazy_attributes(
         "optim": "megazoo.optim",
         "register": "megazoo.models",
         "testing": "megazoo.testing",
+        "trainer": "megazoo.trainer",
     },
 )
 
@@ -58,5 +59,6 @@ __all__ = [
     "optim",
     "register",
     "testing",
+    "trainer",
 ]
 __version__ = "0.1.0"

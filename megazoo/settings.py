@@ -104,16 +104,27 @@ class about:
 @cache
 def described(kind: type) -> dict[str, Setting]:
     """Return what is declared about every setting of a dataclass, those of its groups included."""
-    found, hints = {}, get_type_hints(kind, include_extras=True)
+    found: dict[str, Setting] = {}
     for f in fields(kind):
         if group := group_of(f):
             found |= described(group)
             continue
-        values = dict(getattr(kind, "ABOUT", about()).values) | f.metadata.get("about", {})
-        for part in get_args(hints[f.name])[1:]:
-            values |= part.values if isinstance(part, about) else {}
+        values = dict(getattr(kind, "ABOUT", about()).values)
+        for base in reversed(kind.__mro__):  # a field keeps what a base class declares of it
+            values |= _declared_in(base, f.name)
         found[f.name.rstrip("_")] = Setting(**values)
     return found
+
+
+def _declared_in(kind: type, name: str) -> dict[str, Any]:
+    """Return the declarations of `about` in a class's own definition of a field."""
+    own = inspect.get_annotations(kind).get(name)
+    if own is None:
+        return {}
+    values = dict(kind.__dataclass_fields__[name].metadata.get("about", {}))
+    for part in getattr(own, "__metadata__", ()):
+        values |= part.values if isinstance(part, about) else {}
+    return values
 
 
 def check_value(setting: Setting, name: str, value: Any, origin: str = "") -> None:

@@ -135,7 +135,7 @@ def summary(run: Run, recorder: Recorder) -> str:
     steps = f"{run.first_step + 1} to {recorder.step}"
     losses = ", ".join(f"{name} loss {value:.4f}" for name, value in recorder.losses.items())
     lines = [
-        f"\n{stopped}trained steps {steps} in {recorder.lines.time()}",
+        f"\n{stopped}trained steps {steps} in {recorder.time()}",
         f"  {losses}" + ("" if run.labels else " nats per token"),
     ]
     if saved:
@@ -153,7 +153,7 @@ def summary(run: Run, recorder: Recorder) -> str:
             f"  metrics       {metrics}",
             f"  loss curve    {command_line([str(metrics)], 'plot metrics')}",
         ]
-    lines += [f"  {flag} lost {why}" for flag, why in recorder.metrics.lost.items()]
+    lines += [f"  {flag} lost {why}" for flag, why in recorder.lost.items()]
     return "\n".join(lines)
 
 

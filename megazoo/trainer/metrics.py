@@ -1,21 +1,16 @@
-"""Metrics of a run: lines on the terminal, outputs such as a file or a service, and traces."""
+"""Lines on the terminal, traces, and the speed and memory of devices."""
 
 import resource
 import sys
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from megazoo.errors import advise
-from megazoo.files import reason_of
-from megazoo.settings import flag_of
 from megazoo.terminal import clock
-from megazoo.trainer.outputs import OUTPUTS
 
 if TYPE_CHECKING:
     pass
@@ -57,93 +52,12 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-class Metrics:
-    """Writes metrics to the outputs of a run, on rank 0.
-
-    A later write error, such as a full disk, does not end the run: it is reported once on stderr,
-    and the other outputs continue. Use it as a context manager, which closes the outputs.
-
-    Args:
-        values: The value of the flag of each output to open, by its registered name.
-        step: Step at which this start of the run begins.
-        runs: The `run_id` of outputs to resume. By default, new runs are created.
-        settings: Settings to show on the pages of the runs.
-
-    Attributes:
-        runs: The `run_id` of the open outputs that have one.
-        lost: For the flag of each failed output, the step and the reason.
-
-    Raises:
-        UserError: An output cannot be opened.
-    """
-
-    def __init__(
-        self,
-        values: dict[str, Any] | None = None,
-        *,
-        step: int = 0,
-        runs: dict[str, str] | None = None,
-        settings: dict | None = None,
-    ):
-        self.lost: dict[str, str] = {}
-        self.outputs, runs = {}, runs or {}
-        for name, value in (values or {}).items():
-            output = OUTPUTS[name]()
-            output.open(value, run_id=runs.get(name), settings=settings or {}, step=step)
-            self.outputs[name] = output
-        opened = self.outputs.items()
-        self.runs = {name: output.run_id for name, output in opened if output.run_id}
-
-    def write(self, step: int, values: dict) -> None:
-        """Write the metrics of a step, or of an evaluation after it: see `Output.write`."""
-        for name, output in list(self.outputs.items()):
-            write = partial(output.write, step, values)
-            if not kept(flag_of(name), step, self.lost, write, output.errors):
-                del self.outputs[name]
-
-    def __enter__(self) -> "Metrics":
-        return self
-
-    def __exit__(self, kind, error, traceback) -> None:
-        for name, output in self.outputs.items():
-            close = partial(output.close, failed=kind is not None)
-            kept(flag_of(name), None, self.lost, close, output.errors)
-
-
-def kept(
-    flag: str,
-    step: int | None,
-    lost: dict[str, str],
-    write: Callable[[], None],
-    errors: type[Exception] = OSError,
-) -> bool:
-    """Write an output and return whether it succeeded. A failure does not end the run: it is
-    reported on stderr and stored in `lost`.
-
-    Args:
-        flag: flag of the output.
-        step: step after which it is written. None: at the end of the run.
-        lost: see `Metrics`.
-        write: writes the output.
-        errors: exceptions to catch.
-    """
-    try:
-        write()
-    except errors as error:
-        since = "at the end" if step is None else f"at step {step}"
-        if isinstance(error, OSError):
-            reason = reason_of(error)
-        else:
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
-        lost[flag] = f"{since}: {reason}"
-        advise(f"{flag} could not be written {lost[flag]}; the run continues without it")
-        return False
-    return True
-
-
 @contextmanager
 def traced_steps(
-    directory: Path | None, steps: tuple[int, int], rank: int, lost: dict[str, str] | None = None
+    directory: Path | None,
+    steps: tuple[int, int],
+    rank: int,
+    kept: Callable[[int, Callable[[], None]], bool],
 ):
     """Trace steps with torch.profiler into directory/rank_N.json.gz. Yield a function to call after
     each step.
@@ -152,7 +66,7 @@ def traced_steps(
         directory: output directory. None: no trace.
         steps: first and last step to trace, counted from 1.
         rank: this rank, N.
-        lost: see `Metrics`.
+        kept: called as kept(step, write); calls write(), and returns whether that succeeded.
     """
     if not directory:
         yield lambda: None
@@ -162,10 +76,10 @@ def traced_steps(
     directory.mkdir(parents=True, exist_ok=True)
     first, last = steps
     wait, warmup = max(first - 2, 0), min(first - 1, 1)
-    file, lost = directory / f"rank_{rank}.json.gz", {} if lost is None else lost
+    file = directory / f"rank_{rank}.json.gz"
 
     def export(trace) -> None:
-        if not kept("--profile", last, lost, lambda: trace.export_chrome_trace(str(file))):
+        if not kept(last, lambda: trace.export_chrome_trace(str(file))):
             file.unlink(missing_ok=True)
 
     with profiler.profile(
@@ -196,10 +110,6 @@ class StepLines:
         self.token_flops, self.peak = token_flops, peak
         self.start = time.perf_counter()
         self.last_step, self.tokens, self.seconds = step, 0, 0.0  # of the last line, and since it
-
-    def time(self) -> str:
-        """Return the time since the start, as 1:05."""
-        return clock(time.perf_counter() - self.start)
 
     def line(
         self,

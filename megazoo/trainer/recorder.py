@@ -1,45 +1,39 @@
-"""Record a run: lines on the terminal, metrics, traces, checkpoints and callbacks. Also handle
-signals and errors that end a run early."""
+"""Runs the callbacks of a run, saves checkpoints, and handles signals and errors that end a run
+early."""
 
 import math
 import uuid
 from contextlib import ExitStack
-from dataclasses import asdict
+from functools import partial
+from time import perf_counter
 from typing import Any
 
-from megazoo import callbacks
 from megazoo.checkpoint import Saver
 from megazoo.data import Batches
-from megazoo.environment import is_rank_zero
 from megazoo.errors import UserError
-from megazoo.launching.elastic import StopSignal, naming_absent_ranks
+from megazoo.launching.absent import naming_absent_ranks
 from megazoo.layers.router import expert_loads
 from megazoo.models.base import Model
 from megazoo.models.counts import flops_per_token
 from megazoo.optim.adamw import AdamW
-from megazoo.parallel.context import AXES, ParallelContext
 from megazoo.parallel.failure import propagate_errors
 from megazoo.parallel.timing import Stopwatch
-from megazoo.terminal import print_rank_0
+from megazoo.terminal import clock, print_rank_0
+from megazoo.trainer.callbacks import BUILT_IN, CALLBACKS, Callback
 from megazoo.trainer.metrics import (
-    Metrics,
-    StepLines,
-    kept,
     peak_flops,
     peak_memory,
-    traced_steps,
 )
-from megazoo.trainer.outputs import OUTPUTS
-from megazoo.trainer.record import Step, begin_record, record_step
 from megazoo.trainer.run import Run
 from megazoo.trainer.state import settings_to_resume
+from megazoo.trainer.stop_signal import StopSignal
 
 # Prefix of the names of an evaluation's metrics.
 KEYS = {"validation": "eval", "test": "test"}
 
 
 class Recorder:
-    """Records the steps and evaluations of a run, and saves checkpoints.
+    """Runs the callbacks of a run at its steps and evaluations, and saves checkpoints.
 
     It is a context manager that all ranks enter together. Inside it:
 
@@ -51,14 +45,21 @@ class Recorder:
     disk after any error.
 
     Attributes:
+        run: the run.
+        model, optimizer: of this rank.
+        callbacks: see `Callback`.
         step: last recorded step.
+        tokens: number of tokens in that step.
+        norm: norm of its gradient before clipping.
         losses: last losses of training, validation and test.
+        lost: for the flag of each failed output, the step and the reason.
         stopped_by: name of the signal that ends the run.
     """
 
     def __init__(self, run: Run, model: Model, optimizer: AdamW):
         self.run, self.model, self.optimizer = run, model, optimizer
-        self.step, self.losses = run.first_step, {}
+        self.step, self.tokens, self.norm, self.losses = run.first_step, 0, 0.0, {}
+        self.start, self.lost = perf_counter(), {}
         self.stopped_by: str | None = None
         self.consumed_samples = run.state["consumed_samples"]
         self.consumed_tokens = run.state["consumed_tokens"]
@@ -71,12 +72,10 @@ class Recorder:
         flops = flops_per_token(run.config, training.seq_length, training.train_only, attached)
         self.token_flops = flops / model.ctx.world_size
         self.peak = log.peak_tflops * 1e12 if log.peak_tflops else peak_flops(model.ctx.device)
-        self.lines = StepLines(
-            run.first_step, training.steps, log.log_interval, self.token_flops, self.peak
-        )
+        self.callbacks = [kind(self) for kind in (*BUILT_IN, *CALLBACKS)]
 
     def __enter__(self) -> "Recorder":
-        ctx, keep, log = self.model.ctx, self.run.options.checkpoint, self.run.options.logging
+        ctx, keep = self.model.ctx, self.run.options.checkpoint
         saver = Saver(
             keep.save,
             self.model,
@@ -84,7 +83,7 @@ class Recorder:
             background=keep.async_save,
             keep_last=keep.keep_last,
             report=print_rank_0,
-            after=lambda step, path: callbacks.after_save(step, path, self.model),
+            after=lambda step, path: self._call("on_save", step, path),
         )
         with ExitStack() as stack:
             # First, so that a launcher's SIGTERM interrupts neither the saver nor the ranks that
@@ -93,13 +92,12 @@ class Recorder:
             self.saver = stack.enter_context(saver)
             stack.enter_context(naming_absent_ranks(ctx))
             stack.enter_context(propagate_errors(ctx))
-            self.metrics = stack.enter_context(_open_metrics(self.run, ctx))
-            self.record = log.record if is_rank_zero() else None
-            if self.record:
-                begin_record(self.record, self.run, ctx, self.run_id)
-            self.traced = stack.enter_context(
-                traced_steps(log.profile, log.profile_steps, ctx.rank, self.metrics.lost)
-            )
+            states = self.run.state.get("callbacks", {})
+            for callback in self.callbacks:
+                if callback.name in states:
+                    callback.load_state_dict(states[callback.name])
+                callback.on_start()
+                stack.push(partial(_stop, callback))
             self._stack = stack.pop_all()
         return self
 
@@ -119,24 +117,11 @@ class Recorder:
         Raises:
             UserError: the run has diverged.
         """
-        self.traced()
-        self.step, self.losses["training"] = step, loss
+        self.step, self.tokens, self.norm, self.losses["training"] = step, tokens, norm, loss
         self.consumed_samples += self.run.options.training.global_batch_size
         self.consumed_tokens += tokens
         self._check_convergence(loss, norm)
-        values = self._values(loss, norm, tokens, watch)
-        self.metrics.write(step, values)
-        self._record(Step(step, loss, values["grad_norm"], self.optimizer.lr, tokens))
-        if self.optimizer.skipped:
-            print_rank_0(
-                f"step {step}: the gradients overflowed, step skipped; "
-                f"loss scale {self.loss_scale:g}"
-            )
-        memory = values["peak_memory"]
-        lr = self.optimizer.lr
-        if line := self.lines.line(step, tokens, watch.seconds, loss, norm, lr, memory):
-            print_rank_0(line)
-        callbacks.after_step(step, values, self.model)
+        self._call("on_step", step, self._values(loss, norm, tokens, watch))
 
     def log_evaluation(
         self, step: int, name: str, loss: float, measures: dict[str, float] | None = None
@@ -151,16 +136,18 @@ class Recorder:
                 recorded instead.
         """
         self.losses[name] = loss
-        measures = measures or {}
-        kept = measures if self.run.labels else {"perplexity": math.exp(min(loss, 700.0))}
-        values = {f"{KEYS[name]}_{key}": value for key, value in {"loss": loss, **kept}.items()}
-        self.metrics.write(step, values)
-        measured: dict[str, Any] = {f"{name}_loss": loss}
-        self._record(Step(step, **measured))
-        steps = self.run.options.training.steps
-        also = "".join(f"  {key} {value:.4f}" for key, value in measures.items())
-        print_rank_0(f"step {step:>{len(str(steps))}}/{steps}  {name} loss {loss:.4f}{also}")
-        callbacks.after_evaluation(step, values, self.model)
+        found = measures if self.run.labels else {"perplexity": math.exp(min(loss, 700.0))}
+        values = {"loss": loss, **(found or {})}
+        self._call("on_evaluation", step, {f"{KEYS[name]}_{key}": v for key, v in values.items()})
+
+    def time(self) -> str:
+        """Return the time since the start, as 1:05."""
+        return clock(perf_counter() - self.start)
+
+    def _call(self, event: str, *arguments: Any) -> None:
+        """Call a method of every callback."""
+        for callback in self.callbacks:
+            getattr(callback, event)(*arguments)
 
     def stop_requested(self) -> bool:
         """Return whether any rank received a signal to stop. All ranks call it once per step,
@@ -180,20 +167,14 @@ class Recorder:
             "consumed_tokens": self.consumed_tokens,
             "data": _with_positions(self.run.fingerprints, batches, self.consumed_samples),
         }
-        if runs := {**self.run.state.get("metric_runs", {}), **self.metrics.runs}:
-            trainer["metric_runs"] = runs
+        named = {each.name: each.state_dict() for each in self.callbacks if each.name}
+        states = {**self.run.state.get("callbacks", {}), **named}
+        trainer["callbacks"] = {name: state for name, state in states.items() if state}
         if file := self.run.options.model.import_:
             trainer["import"] = str(file)  # for information: no program imports it
         trainer["settings"] = settings_to_resume(self.run.options)
         may_fail = keep.on_save_error == "continue" and not self.run.is_last(step)
         self.saver.save(step, trainer, may_fail=may_fail)
-
-    def _record(self, step: Step) -> None:
-        """Append a line to --record, if it is set and writable."""
-        if self.record and not kept(
-            "--record", step.step, self.metrics.lost, lambda: record_step(self.record, step)
-        ):
-            self.record = None
 
     def _check_convergence(self, loss: float, norm: float) -> None:
         """Raise UserError for a loss or gradient that is not finite.
@@ -248,21 +229,11 @@ def _with_positions(fingerprints: list[dict], batches: Batches, consumed: int) -
     ]
 
 
+def _stop(callback: Callback, kind: type | None, *_: object) -> None:
+    """Call a callback at the end of a run. kind: of the error that ended it."""
+    callback.on_stop(failed=kind is not None)
+
+
 def scale_of(optimizer: AdamW) -> float:
     """Return the loss scale of the next step; 1 without loss scaling."""
     return optimizer.loss_scale.value if optimizer.loss_scale else 1.0
-
-
-def _open_metrics(run: Run, ctx: ParallelContext) -> Metrics:
-    """Open the metrics on rank 0. Other ranks write no metrics."""
-    if not is_rank_zero():
-        return Metrics()
-    settings = {**asdict(run.config), **settings_to_resume(run.options)}
-    settings |= {name: ctx.axis(name).size for name in AXES}
-    values = {name: run.options.values[name] for name in OUTPUTS}
-    return Metrics(
-        {name: value for name, value in values.items() if value},
-        step=run.first_step,
-        runs=run.state.get("metric_runs"),
-        settings=settings,
-    )

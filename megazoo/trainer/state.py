@@ -49,14 +49,15 @@ class DataSource:
 class TrainingState:
     """The state of the training program in trainer.json.
 
-    settings: see `megazoo.cli.settings.settings_to_resume`. metric_runs: the runs of metrics
-    outputs by the name of the output. wandb_run, trackio_run: the same in earlier checkpoints.
+    settings: see `settings_to_resume`. callbacks: the state of each callback by its name.
+    metric_runs, wandb_run, trackio_run: runs of outputs in earlier checkpoints.
     """
 
     step: Count
     consumed_samples: Count
     consumed_tokens: Count
     settings: dict[str, Any]
+    callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)
     metric_runs: dict[OutputName, MetricRun] = field(default_factory=dict)
     wandb_run: MetricRun | None = None
     trackio_run: MetricRun | None = None
@@ -65,12 +66,12 @@ class TrainingState:
 
 
 def read_state(trainer: dict, file: Path) -> dict:
-    """Return the contents of a trainer.json with the runs of all metrics outputs in `metric_runs`.
-    UserError names `file`."""
+    """Return the contents of a trainer.json, those of earlier versions with their runs of outputs
+    as the state of a callback. UserError names `file`."""
     state = checked_state(trainer, TrainingState, file)
     earlier = {"wandb": state.wandb_run, "trackio": state.trackio_run}
     runs = {name: run for name, run in earlier.items() if run} | state.metric_runs
-    return {**trainer, "metric_runs": runs}
+    return {**trainer, "callbacks": {"outputs": runs, **state.callbacks}}
 
 
 def resumed_state(checkpoint: Checkpoint | None, kind: type = Options) -> dict:

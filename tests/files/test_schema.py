@@ -327,12 +327,12 @@ def test_a_forged_trainer_json_is_refused_when_the_run_goes_on(forged):
 def test_runs_of_metrics_outputs_are_read_from_earlier_checkpoints(tmp_path):
     state = {"step": 1, "consumed_samples": 1, "consumed_tokens": 8, "settings": {}}
     earlier = {**state, "wandb_run": "a1", "trackio_run": "quiet river"}
-    runs = read_state(earlier, tmp_path)["metric_runs"]
+    runs = read_state(earlier, tmp_path)["callbacks"]["outputs"]
     assert runs == {"wandb": "a1", "trackio": "quiet river"}
-    assert read_state({**earlier, "metric_runs": {"wandb": "b"}}, tmp_path)["metric_runs"] == {
-        "wandb": "b",
-        "trackio": "quiet river",
-    }
+    found = read_state({**earlier, "metric_runs": {"wandb": "b"}}, tmp_path)["callbacks"]
+    assert found == {"outputs": {"wandb": "b", "trackio": "quiet river"}}
+    now = {**state, "callbacks": {"outputs": {"wandb": "c"}, "mine": {"a": 1}}}
+    assert read_state(now, tmp_path)["callbacks"] == now["callbacks"]
 
 
 def test_settings_that_a_run_keeps_are_taken_and_text_is_never_a_flag_or_path(forged):

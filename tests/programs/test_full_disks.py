@@ -12,10 +12,12 @@ import time
 
 import pytest
 
+import megazoo
 from megazoo import pretrain
 from megazoo.errors import Advice, UserError
-from megazoo.trainer import metrics
+from megazoo.trainer import callbacks
 from megazoo.trainer.outputs import jsonl
+from megazoo.trainer.recorder import Recorder
 from tests.support.pretraining import ROOT, SMALL, records
 from tests.support.programs import python
 
@@ -63,21 +65,26 @@ def test_a_full_disk_for_tensorboard_ends_no_run(tmp_path, monkeypatch, capfd):
     """TensorBoard writes in a thread, whose own traceback is not shown."""
     from tensorboard.summary.writer import record_writer
 
-    log = metrics.Metrics({"tensorboard": tmp_path})
+    words = [*SMALL, "--data", "mock", "--layers", "1", "--tensorboard", str(tmp_path)]
+    run = pretrain.prepare(words)
+    model = megazoo.from_config(run.config)
+    recorder = Recorder(run, model, megazoo.optim.AdamW(model))
+    log = callbacks.Metrics(recorder)
+    log.on_start()
     monkeypatch.setattr(record_writer.RecordWriter, "write", full)
-    monkeypatch.setattr(metrics, "advise", (told := []).append)
-    with log:
-        for step in range(1, 50):
-            log.write(step, {"loss": 1.0})
-            time.sleep(0.01)
-    assert list(log.lost) == ["--tensorboard"]
+    monkeypatch.setattr(callbacks, "advise", (told := []).append)
+    for step in range(1, 50):
+        log.on_step(step, {"loss": 1.0})
+        time.sleep(0.01)
+    log.on_stop(failed=False)
+    assert list(recorder.lost) == ["--tensorboard"]
     assert len(told) == 1
     assert told[0].startswith("--tensorboard could not be written at step ")
     assert "No space left on device" in told[0]
     assert "Traceback" not in capfd.readouterr().err
     monkeypatch.setattr(record_writer.RecordWriter, "flush", full)
     with pytest.raises(UserError, match=r"--tensorboard .*No space left on device"):
-        metrics.Metrics({"tensorboard": tmp_path})
+        callbacks.Metrics(recorder).on_start()
 
 
 def test_output_that_nobody_reads_ends_quietly():

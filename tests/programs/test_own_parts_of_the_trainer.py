@@ -15,6 +15,7 @@ from megazoo.errors import UserError
 from megazoo.optim.learning_rate import LR_SCHEDULES
 from megazoo.programs import check_run
 from megazoo.settings import Setting, about, described
+from megazoo.trainer.callbacks import CALLBACKS, Metrics
 from megazoo.trainer.options import Options, TrainingOptions
 from megazoo.trainer.outputs import OUTPUTS
 from megazoo.trainer.run import agreed, notes_on_changes
@@ -86,6 +87,7 @@ def imported(tmp_path):
     for registry, names in zip((OUTPUTS, LR_SCHEDULES), before, strict=True):
         for name in registry.keys() - names.keys():
             del registry[name]
+    CALLBACKS.clear()
 
 
 def test_an_output_of_a_user(imported, tmp_path, capsys):
@@ -99,8 +101,10 @@ def test_an_output_of_a_user(imported, tmp_path, capsys):
     start, _, end = table.read_text().splitlines()[len(first) :]
     assert (start, end) == ("run table-1234 after step 2", "done")
     trainer = json.loads((run / "step_00000002" / "trainer.json").read_text())
-    assert trainer["metric_runs"] == {"loss_table": "table-1234"}
+    assert trainer["callbacks"] == {"outputs": {"loss_table": "table-1234"}}
     assert "loss_table" not in trainer["settings"]
+    with pytest.raises(UserError, match=r"trainer.json, outputs\[...\] has a wrong value"):
+        Metrics(SimpleNamespace()).load_state_dict({"loss_table": "../x"})
     with pytest.raises(UserError, match="the loss is nan"):
         pretrain.main([*job, "--lr", "1e30", "--min-lr", "1", "--warmup-steps", "1"])
     assert table.read_text().endswith("failed\n")
@@ -146,6 +150,43 @@ def test_a_learning_rate_schedule_of_a_user(imported, tmp_path, capsys):
         pretrain.main([*how[:2], "--help-all"])
     assert "--lr-timescale INT" in capsys.readouterr().out
     pretrain.prepare([*rest, "--lr-schedule", "cosine"])  # its option is not that of the checkpoint
+
+
+CALLBACK = """
+import megazoo
+
+
+@megazoo.trainer.register_callback
+class Tokens(megazoo.trainer.Callback):
+    name, tokens, started = "tokens", 0, 0
+
+    def on_start(self):
+        self.started = self.tokens
+
+    def on_step(self, step, values):
+        self.tokens += self.trainer.tokens
+
+    def on_stop(self, failed):
+        print("tokens", self.started, self.tokens, failed)
+
+    def state_dict(self):
+        return {"tokens": self.tokens}
+
+    def load_state_dict(self, state):
+        self.tokens = state["tokens"]
+"""
+
+
+def test_a_callback_of_a_user_has_a_state(imported, tmp_path, capsys):
+    words, run = imported(CALLBACK), tmp_path / "run"
+    pretrain.main([*RUN, *words, "--steps", "2", "--save", str(run)])
+    CALLBACKS.clear()
+    pretrain.main(["--load", str(run), "--steps", "3", "--save", str(run)])  # keeps the state
+    pretrain.main(["--load", str(run), *words, "--steps", "5", "--save", str(run)])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("tokens")]
+    assert lines == ["tokens 0 512 False", "tokens 512 1024 False"]
+    trainer = json.loads((run / "step_00000005" / "trainer.json").read_text())
+    assert trainer["callbacks"] == {"tokens": {"tokens": 1024}}
 
 
 @dataclass

@@ -14,12 +14,14 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from megazoo.launching import elastic, heartbeat
-from megazoo.launching.elastic import StopSignal, naming_absent_ranks
+from megazoo.launching import absent, heartbeat
+from megazoo.launching.absent import naming_absent_ranks
 from megazoo.launching.heartbeat import LEFT, Watch
 from megazoo.parallel import ParallelContext, failure
 from megazoo.parallel.collectives import all_gather_objects
 from megazoo.torch_internals import default_store
+from megazoo.trainer import stop_signal
+from megazoo.trainer.stop_signal import StopSignal
 from tests.support.training import context
 
 SOON = 60.0  # seconds, on a machine that does much else
@@ -177,9 +179,9 @@ def waits_in_vain():
         ("[gloo] Timed out waiting 4000ms", Unreachable()),
     ]:
         with (
-            mock.patch.object(elastic, "time", Until(store)),  # in place of GRACE
-            mock.patch.object(elastic, "OUT_OF_REACH", 0 if found[1:] else SOON),
-            mock.patch.object(elastic, "default_store", lambda store=store: store),
+            mock.patch.object(absent, "time", Until(store)),  # in place of GRACE
+            mock.patch.object(absent, "OUT_OF_REACH", 0 if found[1:] else SOON),
+            mock.patch.object(absent, "default_store", lambda store=store: store),
             contextlib.redirect_stderr(io.StringIO()) as said,
             contextlib.suppress(RuntimeError),
             naming_absent_ranks(ctx),
@@ -301,7 +303,7 @@ def test_steps_longer_than_a_launcher_waits_are_told_once_under_it(monkeypatch, 
         for name, value in launcher.items():
             monkeypatch.setenv(name, value)
         clock, signals = Clock(), StopSignal(ParallelContext())
-        monkeypatch.setattr(elastic, "time", clock)
+        monkeypatch.setattr(stop_signal, "time", clock)
         said = []
         for passed in (300, 19, 45, 60):  # the first step may compile
             clock.now += passed

@@ -13,11 +13,11 @@ from unittest import mock
 import pytest
 
 from megazoo.launching import deaths
-from megazoo.launching.elastic import StopSignal
 from megazoo.launching.local_ranks import catches
 from megazoo.launching.orphans import end_with_launcher
 from megazoo.parallel.collectives import all_gather_objects
 from megazoo.parallel.context import ParallelContext
+from megazoo.trainer.stop_signal import StopSignal
 from tests.support.processes import SOON, lives
 from tests.support.training import context
 

@@ -16,9 +16,9 @@ import torch.distributed as dist
 import megazoo
 from megazoo.errors import UserError
 from megazoo.evaluation.scoring import score
-from megazoo.launching.elastic import StopSignal
 from megazoo.parallel import failure
 from megazoo.testing import RankError, RankPool
+from megazoo.trainer.stop_signal import StopSignal
 from tests.support.programs import ROOT, python
 from tests.support.sampling import marked_slow
 from tests.support.training import context, layout_name, make_batch, tiny_config, world

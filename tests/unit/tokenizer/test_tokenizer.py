@@ -8,7 +8,7 @@ import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, normalizers
 
-from megazoo.data.dataset import _stream
+from megazoo.data.corpus import _stream
 from megazoo.errors import UserError
 from megazoo.tokenizer import ByteTokenizer, open_tokenizer
 from tests.support.sampling import marked_slow
