@@ -12,7 +12,7 @@ from megazoo.checkpoint.shards import saved_entries
 from megazoo.checkpoint.verifying import verifying
 from megazoo.errors import UserError
 from megazoo.optim.adamw import AdamW
-from megazoo.optim.base import MASTER
+from megazoo.optim.base import AVERAGE, MASTER
 from megazoo.parallel.failure import propagate_errors
 from megazoo.parallel.module import NamedParameter
 from megazoo.terminal import byte_bar
@@ -74,6 +74,7 @@ def load(checkpoint: Checkpoint, model: Any, optimizer: AdamW | None = None) -> 
             model.engine.weights_read(*(() if optimizer else (*read_before, checkpoint)))
             if optimizer:
                 optimizer.masters.note(optimizer.entries)
+                optimizer.start_average(_without_average(checkpoint, optimizer))
                 optimizer.steps.fill_(trainer["optimizer_steps"])
             if optimizer and optimizer.loss_scale and "loss_scale" in trainer:
                 optimizer.loss_scale.load(trainer["loss_scale"])
@@ -94,11 +95,20 @@ def _states_to_read(
 ) -> Iterator[tuple[str, NamedParameter, torch.Tensor, tuple[int, int]]]:
     """Yield the tensors of an optimizer's state. Each comes with its name in the checkpoint, its
     parameter, and the range of elements in the flattened parameter."""
+    starting = {entry.name for entry in _without_average(checkpoint, optimizer)}
     for entry in optimizer.entries:
         for state, tensor in optimizer.state[entry.name].items():
+            if state == AVERAGE and entry.name in starting:
+                continue
             is_master = state == MASTER
             name = checkpoint.most_precise(entry.name) if is_master else f"{entry.name}.{state}"
             yield name, entry, tensor, optimizer.ranges[entry.name]
+
+
+def _without_average(checkpoint: Checkpoint, optimizer: AdamW) -> list[NamedParameter]:
+    """Return the parameters whose moving average the optimizer has, and the checkpoint lacks."""
+    averaged = [e for e in optimizer.entries if AVERAGE in optimizer.state[e.name]]
+    return [entry for entry in averaged if AVERAGE not in checkpoint.states_of(entry.name)]
 
 
 def _check_states(checkpoint: Checkpoint, optimizer: AdamW) -> None:
@@ -112,8 +122,8 @@ def _check_states(checkpoint: Checkpoint, optimizer: AdamW) -> None:
             "the same parameters, or start a new run with only the weights"
         )
     for entry in optimizer.entries:
-        found = set(checkpoint.states_of(entry.name)) - {MASTER}
-        wanted = optimizer.state[entry.name].keys() - {MASTER}
+        found = set(checkpoint.states_of(entry.name)) - {MASTER, AVERAGE}
+        wanted = optimizer.state[entry.name].keys() - {MASTER, AVERAGE}
         if found != wanted:
             raise UserError(
                 f"{checkpoint.path} has {' and '.join(sorted(found))} of {entry.name}, not the "

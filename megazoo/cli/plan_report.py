@@ -57,6 +57,7 @@ def planned_run(options: Options, device: str) -> PlannedRun:
         recompute_interval=training.recompute_interval,
         optimizer=options.optimizer.optimizer,
         train_only=training.train_only,
+        ema=options.optimizer.ema,
     )
 
 

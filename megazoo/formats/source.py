@@ -1,6 +1,7 @@
 """A model on disk: named global tensors, and the config of the model."""
 
 import math
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from megazoo.checkpoint.shards import saved_entries
 from megazoo.checkpoint.source import TensorSource
 from megazoo.errors import UserError
 from megazoo.families.registry import FAMILIES, Family, config_from_dict, family_named, family_of
+from megazoo.optim.base import AVERAGE
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.layout import Layout
-from megazoo.parallel.shard import ParameterSpec
+from megazoo.parallel.shard import ParameterSpec, Piece
 from megazoo.tokenizer import has_tokenizer
 
 
@@ -164,3 +166,32 @@ class SavedModel(SavedSource):
         layers, count = self.config.layers, len(self.tensors)
         if layers > count:
             raise UserError(f"it has {count} tensors for {layers} layers")
+
+
+class AveragedModel(SavedModel):
+    """A checkpoint of a complete model, with the moving averages of its weights in their place, and
+    without optimizer state. UserError if its run stored none."""
+
+    def __init__(self, path: str | Path, *, verify: bool = True):
+        super().__init__(path, verify=verify)
+        averages = {name: f"{name}.{AVERAGE}" for name in self.specs}
+        self._averages = {name: each for name, each in averages.items() if each in self.tensors}
+        if not self._averages:
+            raise UserError(f"{self.path} has no moving average of the weights: omit --ema")
+
+    def states_of(self, name: str) -> list[str]:
+        return [] if hasattr(self, "_averages") else super().states_of(name)
+
+    def most_precise(self, name: str) -> str:
+        return name
+
+    def read_pieces(
+        self, name: str, destination: torch.Tensor, spec: ParameterSpec, pieces: list[Piece]
+    ) -> None:
+        super().read_pieces(self._averages.get(name, name), destination, spec, pieces)
+
+    def files_of(
+        self, tensors: Iterable[tuple[str, ParameterSpec]], ctx: ParallelContext
+    ) -> set[str]:
+        renamed = ((self._averages.get(name, name), spec) for name, spec in tensors)
+        return super().files_of(renamed, ctx)

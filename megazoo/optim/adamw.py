@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megazoo.errors import UserError, check_number
-from megazoo.optim.base import MASTER, MOMENTS, ModelOptimizer
+from megazoo.optim.base import AVERAGE, MASTER, MOMENTS, ModelOptimizer
 from megazoo.optim.clip import (
     check_max_norm,
     check_model,
@@ -53,15 +53,19 @@ class AdamW(ModelOptimizer):
             (dp x cp) of every bucket of parameters. After `train_batch`, .grad then holds the sum
             over the replicas only for this rank's shard. 0: no sharding.
         offload: whether to store the state on the CPU, and compute the update there.
+        ema: decay of an exponential moving average of the weights, such as 0.999, which each step
+            updates. It starts from the weights, and is stored in checkpoints; `megazoo convert
+            --ema` exports it. 0: no average.
         loss_scale: a LossScale to use instead of the default one, for float16.
 
     Attributes:
         state: for each parameter `exp_avg` and `exp_avg_sq`, fp32, for the elements `ranges[name]`
-            of this rank's flattened part. For a parameter of lower precision, or with offload, also
-            `master`, the fp32 weights: they are updated, and then rounded to the parameter, because
-            most steps are smaller than its precision. Masters start from the values in the files
-            that the model was loaded from. Later writes to a parameter update its master, except
-            through `parameter.data`, which torch does not track. Frozen parameters have no state.
+            of this rank's flattened part. With `ema` also `ema`, the average. For a parameter of
+            lower precision, or with offload, also `master`, the fp32 weights: they are updated, and
+            then rounded to the parameter, because most steps are smaller than its precision.
+            Masters start from the values in the files that the model was loaded from. Later writes
+            to a parameter update its master, except through `parameter.data`, which torch does not
+            track. Frozen parameters have no state.
 
     Raises:
         UserError: A setting is invalid, or `model` is not a megazoo model.
@@ -83,6 +87,7 @@ class AdamW(ModelOptimizer):
         *,
         zero: int = 0,
         offload: bool = False,
+        ema: float = 0.0,
         loss_scale: LossScale | None = None,
     ):
         check_model(model, f"{type(self).__name__}(model, lr=...)")
@@ -90,6 +95,7 @@ class AdamW(ModelOptimizer):
         self.defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         with propagate_errors(self.ctx):
             _check_settings(self.defaults, clip_grad, zero)
+            check_number("ema", ema, 0, 1)
             model.engine.agree_on_frozen()
         if model.dtype == torch.float16:
             model.engine.loss_scale = loss_scale or LossScale()
@@ -113,6 +119,9 @@ class AdamW(ModelOptimizer):
         self.steps = torch.zeros((), dtype=torch.float32, device=self.device)
         self.masters = MasterWeights()
         self.masters.refresh(self, model.read_from)
+        self.ema = ema
+        for entry in self.entries if ema else ():
+            self.state[entry.name][AVERAGE] = self._weights(entry).float().clone()
         model.engine.optimizers.add(self)
         self._versions: dict[str, int] = {}  # versions of the parameters after the last step
         self._written: set[str] = set()  # parameters that were written by anything except a step
@@ -157,6 +166,7 @@ class AdamW(ModelOptimizer):
             entries = [entry for entry in entries if entry.parameter.grad is not None]
             if entries:
                 self._update(entries, group, scale)
+        self._average()
         if self.sharded:
             self.buckets.gather()
         self.masters.note(self.entries)
@@ -169,6 +179,7 @@ class AdamW(ModelOptimizer):
         and on replicas the parameters that were written by anything except a step since the last
         call."""
         everywhere = {"clip_grad": self.clip_grad, "the optimizer": type(self).__name__}
+        everywhere["ema"] = self.ema
         for number, group in enumerate(self.param_groups):
             settings = {key: group[key] for key in group if key not in ("params", "names")}
             everywhere |= {f"{key} of group {number}": settings[key] for key in settings}
@@ -261,6 +272,9 @@ class AdamW(ModelOptimizer):
         """Return the elements of a tensor in the shape of the parameter that this replica
         updates."""
         return tensor.view(-1)[slice(*self.ranges[entry.name])]
+
+    def _weights(self, entry: NamedParameter) -> torch.Tensor:
+        return self.state[entry.name].get(MASTER, self._mine(entry.parameter.detach(), entry))
 
     def _overflowed(self, norm: torch.Tensor) -> bool:
         """Return whether a gradient on any rank is infinite or NaN.

@@ -11,10 +11,10 @@ from megazoo.parallel.buckets import GradientBuckets
 from megazoo.parallel.module import NamedParameter
 from megazoo.torch_internals import zero_each
 
-# Names of the states of a parameter in checkpoints: the moments of AdamW, the momentum of Muon, and
-# the fp32 master weights.
-MOMENTS, MOMENTUM, MASTER = ("exp_avg", "exp_avg_sq"), "momentum", "master"
-STATES = (*MOMENTS, MOMENTUM, MASTER)
+# Names of the states of a parameter in checkpoints: the moments of AdamW, the momentum of Muon, the
+# fp32 master weights, and the moving average of the weights.
+MOMENTS, MOMENTUM, MASTER, AVERAGE = ("exp_avg", "exp_avg_sq"), "momentum", "master", "ema"
+STATES = (*MOMENTS, MOMENTUM, MASTER, AVERAGE)
 
 
 class ModelOptimizer(torch.optim.Optimizer):
@@ -34,6 +34,7 @@ class ModelOptimizer(torch.optim.Optimizer):
     loss_scale: LossScale | None
     masters: Any  # MasterWeights
     model: Any
+    ema: float
 
     @property
     def lr(self) -> float:
@@ -99,6 +100,23 @@ class ModelOptimizer(torch.optim.Optimizer):
         self.steps.fill_(state_dict["steps"])
         if self.loss_scale and "loss_scale" in state_dict:
             self.loss_scale.load(state_dict["loss_scale"])
+
+    @torch.no_grad()
+    def start_average(self, entries: list[NamedParameter]) -> None:
+        """Start the moving average of these parameters from their weights."""
+        for entry in entries:
+            self.state[entry.name][AVERAGE].copy_(self._weights(entry))
+
+    def _average(self) -> None:
+        """Move the average of every weight towards the weight: `ema` is what remains of it."""
+        if self.ema and self.entries:
+            averages = [self.state[entry.name][AVERAGE] for entry in self.entries]
+            weights = [self._weights(entry).float() for entry in self.entries]
+            torch._foreach_lerp_(averages, weights, 1 - self.ema)
+
+    def _weights(self, entry: NamedParameter) -> torch.Tensor:
+        """Return the elements of a parameter that this rank updates, on the device of the state."""
+        raise NotImplementedError
 
     def add_param_group(self, param_group: dict) -> None:
         """Raise UserError: all parameters of the model are already in the optimizer."""

@@ -54,6 +54,7 @@ class Muon(AdamW):
         adamw: settings of AdamW for the other parameters: lr (default: 3e-4), betas, eps,
             weight_decay.
         zero: 1: shard the optimizer state over the replicas, including the momentum (see AdamW).
+        ema: as in AdamW.
         loss_scale: as in AdamW.
         ns_dtype: data type of the Newton-Schulz iterations: "float32", "bfloat16", or "auto":
             float32 on CPUs, bfloat16 on CUDA.
@@ -83,6 +84,7 @@ class Muon(AdamW):
         *,
         adamw: dict | None = None,
         zero: int = 0,
+        ema: float = 0.0,
         loss_scale: LossScale | None = None,
         ns_dtype: str = "auto",
     ):
@@ -99,7 +101,8 @@ class Muon(AdamW):
             _check_settings(self._muon, adamw, ns_dtype)
             self._linear = linear_names(model)
             _check_cuts(model, self._linear)
-        super().__init__(model, **adamw, clip_grad=clip_grad, zero=zero, loss_scale=loss_scale)
+        common = {"clip_grad": clip_grad, "zero": zero, "ema": ema, "loss_scale": loss_scale}
+        super().__init__(model, **adamw, **common)
         if ns_dtype == "auto":
             ns_dtype = "bfloat16" if self.ctx.device.type == "cuda" else "float32"
         self.ns_dtype = DTYPES[ns_dtype]

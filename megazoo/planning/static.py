@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from megazoo.models.base import Model
 from megazoo.optim.adamw import AdamW
-from megazoo.optim.base import MOMENTS, MOMENTUM
+from megazoo.optim.base import AVERAGE, MOMENTS, MOMENTUM
 from megazoo.optim.loss_scale import LossScale
 from megazoo.optim.muon import Muon
 from megazoo.parallel.context import ParallelContext
@@ -51,7 +51,8 @@ def measure_static(model: Model, run: PlannedRun) -> Static:
     states, optimizer = [], None
     if trained:  # a single rank can't make an optimizer without parameters
         kind = {"adamw": AdamW, "muon": Muon}[run.optimizer]
-        optimizer = kind(model, zero=model.ctx.layout.zero, loss_scale=LossScale())
+        zero = model.ctx.layout.zero
+        optimizer = kind(model, zero=zero, ema=run.ema, loss_scale=LossScale())
         states = list(optimizer.state.values())
     here = sum(tensor.nbytes for state in states for tensor in state.values())
     # With offloading there are fp32 master weights for every dtype, as large as one of the moments.
@@ -59,7 +60,7 @@ def measure_static(model: Model, run: PlannedRun) -> Static:
         state[name].nbytes
         for state in states
         if MOMENTS[0] in state
-        for name in (*MOMENTS, MOMENTS[0])
+        for name in (*MOMENTS, MOMENTS[0], *([AVERAGE] if run.ema else []))
     )
     buckets = model.engine.gradients.buckets
     before = _sent(ctx.tp_group)

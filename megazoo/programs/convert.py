@@ -33,7 +33,7 @@ from megazoo.formats.gguf.export import write_gguf
 from megazoo.formats.hugging_face.export import parse_size, write_hugging_face
 from megazoo.formats.megatron.source import MegatronCheckpoint, is_megatron
 from megazoo.formats.resharding import write_shards
-from megazoo.formats.source import ModelSource
+from megazoo.formats.source import AveragedModel, ModelSource
 from megazoo.hub import name_of
 from megazoo.lora.export import write_peft
 from megazoo.lora.merged import MergedSource
@@ -55,6 +55,9 @@ class Options(ConversionOptions):
     """Tensor-parallel size of the shards. They also load in any other layout."""
     pp: Annotated[int | None, unset("INT", "1")] = None
     """Pipeline-parallel size of the shards."""
+    ema: bool = False
+    """Write the exponential moving average of the weights, which a run with --ema stores in its
+    checkpoints, in place of the weights."""
     adapter: File = None
     """LoRA adapter to merge into the weights: a PEFT directory, or the checkpoint of a LoRA run."""
     max_shard_size: Annotated[str | None, unset("SIZE", "5GB")] = None
@@ -102,6 +105,8 @@ def check_target(options: Options) -> None:
 
 def open_from(path: Path, options: Options) -> ModelSource:
     """Open the source, and set options.adapter if the source is a checkpoint of adapters."""
+    if options.ema:
+        return AveragedModel(path, verify=options.verify)
     if is_megatron(path):
         return MegatronCheckpoint(path, iteration=options.iteration, vocab_size=options.vocab_size)
     for name in ("iteration", "vocab_size"):

@@ -15,6 +15,7 @@ def make_optimizer(options: Options, model: Model) -> AdamW:
         training.initial_loss_scale, training.loss_scale_window, training.hysteresis
     )
     common = {"clip_grad": chosen.clip_grad, "zero": zero, "loss_scale": loss_scale}
+    common["ema"] = chosen.ema
     if chosen.optimizer == "adamw":
         return AdamW(
             model, chosen.lr, **adamw, **common, offload=options.parallel.offload_optimizer

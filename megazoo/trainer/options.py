@@ -522,6 +522,10 @@ class OptimizerOptions:
     beta2: Annotated[float, about(below=1, megatron="adam-beta2")] = 0.95
     """Decay rate of Adam's second moment."""
 
+    ema: Annotated[float, about(below=1)] = 0.0
+    """Decay of an exponential moving average of the weights, such as 0.999. Checkpoints contain it,
+    and `megazoo convert --ema` exports it. 0: no average."""
+
     @property
     def of_schedule(self) -> dict[str, Any]:
         """The given options of the learning-rate schedule, by name."""
