@@ -39,7 +39,7 @@ class _Tasks(TaskManager):
             ) from error
 
 
-def find_tasks(words: str) -> tuple[list[str], TaskManager]:
+def find_tasks(words: str, flag: str = "--tasks") -> tuple[list[str], TaskManager]:
     """Find tasks of the harness. No data is read yet.
 
     Tasks in the given directories, and groups in the given files, take precedence over tasks of the
@@ -48,6 +48,7 @@ def find_tasks(words: str) -> tuple[list[str], TaskManager]:
     Args:
         words: Comma-separated: names of tasks, groups or tags; patterns (mmlu_*); YAML files; or
             directories with tasks.
+        flag: Name of the setting, for errors.
 
     Returns:
         The names and files of tasks, and the manager that loads them.
@@ -57,9 +58,9 @@ def find_tasks(words: str) -> tuple[list[str], TaskManager]:
     """
     named = [word.strip() for word in words.split(",") if word.strip()]
     if not named:
-        raise UserError("--tasks is empty: pass names of tasks, YAML files or directories")
+        raise UserError(f"{flag} is empty: pass names of tasks, YAML files or directories")
     files = {word: Path(word).resolve() for word in named if word.endswith((".yaml", ".yml"))}
-    groups = {word: GROUP.search(_read(word)) for word in files}
+    groups = {word: GROUP.search(_read(word, flag)) for word in files}
     beside = [path.parent for word, path in files.items() if groups[word]]
     directories = {word: Path(word) for word in named if Path(word).is_dir()}
     manager = _Tasks(include_path=[*beside, *directories.values()], include_defaults=False)
@@ -77,16 +78,16 @@ def find_tasks(words: str) -> tuple[list[str], TaskManager]:
             some = manager.match_tasks([word])
         if not some:
             known = "" if word in directories else nearest(word, manager.all_tasks)
-            raise UserError(f"--tasks: unknown task {word}{known}")
+            raise UserError(f"{flag}: unknown task {word}{known}")
         found += some
     return list(dict.fromkeys(found)), manager
 
 
-def _read(word: str) -> bytes:
+def _read(word: str, flag: str) -> bytes:
     try:
         return Path(word).read_bytes()
     except OSError as error:
-        raise UserError(f"--tasks: {word} can't be read: {reason_of(error)}") from error
+        raise UserError(f"{flag}: {word} can't be read: {reason_of(error)}") from error
 
 
 def run_tasks(

@@ -64,6 +64,13 @@ class Callback:
     def on_step(self, step: int, values: dict[str, Any]) -> None:
         """Called after each step. values: its metrics, with the names of the metrics file."""
 
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Return the metrics of a further evaluation. Names start with eval_; outputs record them.
+
+        Called when an evaluation is due, after the checkpoint of the step is written.
+        """
+        return {}
+
     def on_evaluation(self, step: int, values: dict[str, Any]) -> None:
         """Called after each evaluation. values: its metrics. Names start with eval_ or test_."""
 
@@ -256,6 +263,3 @@ class Functions(Callback):
 
     def on_save(self, step: int, path: Path) -> None:
         users.after_save(step, path, self.trainer.model)
-
-
-BUILT_IN = (Profile, Metrics, Record, Progress, Functions)

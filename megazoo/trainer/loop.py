@@ -96,6 +96,8 @@ def train_steps(run: Run, model: Model, optimizer: AdamW, data: Data, recorder: 
                         recorder.log_evaluation(step, name, *result)
                     else:
                         print_rank_0(f"the {name} after step {step} was stopped")
+            if run.evaluates_at(step) and not recorder.stopped_by:
+                recorder.evaluate(step)
             if recorder.stopped_by:
                 recorder.save(step, data.training)
                 return

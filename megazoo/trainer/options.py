@@ -654,6 +654,9 @@ class EvaluationOptions:
     """Largest number of batches per evaluation. 0: no evaluation. The evaluation ends earlier if
     the data has fewer batches, so that no row counts more than once. The sources of a blend are
     sampled by their weights."""
+    eval_tasks: Name = None
+    """Tasks of lm-evaluation-harness to evaluate the model on at each evaluation: as --tasks of
+    `megazoo evaluate`. It needs the extra eval."""
 
 
 @dataclass

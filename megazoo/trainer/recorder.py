@@ -19,7 +19,15 @@ from megazoo.optim.adamw import AdamW
 from megazoo.parallel.failure import propagate_errors
 from megazoo.parallel.timing import Stopwatch
 from megazoo.terminal import clock, print_rank_0
-from megazoo.trainer.callbacks import BUILT_IN, CALLBACKS, Callback
+from megazoo.trainer.callbacks import (
+    CALLBACKS,
+    Callback,
+    Functions,
+    Metrics,
+    Profile,
+    Progress,
+    Record,
+)
 from megazoo.trainer.metrics import (
     peak_flops,
     peak_memory,
@@ -27,7 +35,9 @@ from megazoo.trainer.metrics import (
 from megazoo.trainer.run import Run
 from megazoo.trainer.state import settings_to_resume
 from megazoo.trainer.stop_signal import StopSignal
+from megazoo.trainer.tasks import Tasks
 
+BUILT_IN = (Profile, Metrics, Record, Progress, Tasks, Functions)  # callbacks of every run
 # Prefix of the names of an evaluation's metrics.
 KEYS = {"validation": "eval", "test": "test"}
 
@@ -148,6 +158,12 @@ class Recorder:
         """Call a method of every callback."""
         for callback in self.callbacks:
             getattr(callback, event)(*arguments)
+
+    def evaluate(self, step: int) -> None:
+        """Run the evaluations of callbacks after a step, and record them."""
+        for callback in self.callbacks:
+            if values := callback.evaluate(step):
+                self._call("on_evaluation", step, values)
 
     def stop_requested(self) -> bool:
         """Return whether any rank received a signal to stop. All ranks call it once per step,

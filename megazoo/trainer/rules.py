@@ -171,6 +171,8 @@ def check_run(
             f"tokenizer {tokenizer.source}, {tokenizer.vocab_size} tokens: use --vocab-size "
             f"{tokenizer.vocab_size}"
         )
+    if options.evaluation.eval_tasks:
+        _check_tasks(options, config)
     _check_outputs(options)
     _check_weights_stay(options, weights)
 
@@ -207,6 +209,20 @@ def _check_weights_stay(options: Options, weights: Weights) -> None:
                     f"--save {save} contains the weights that this run starts from: choose another "
                     "directory"
                 )
+
+
+def _check_tasks(options: Options, config) -> None:
+    """Raise UserError if the model can't be evaluated on --eval-tasks, or a task is unknown."""
+    if config.num_labels:
+        raise UserError("--eval-tasks needs a language model, and this is a classifier: remove it")
+    if options.parallel.cp > 1:
+        raise UserError(
+            f"--eval-tasks cannot be used with --cp {options.parallel.cp}: use --cp 1, or `megazoo "
+            "evaluate --tasks` with a checkpoint"
+        )
+    from megazoo.evaluation.tasks import find_tasks  # slow, and an optional package
+
+    find_tasks(str(options.evaluation.eval_tasks), "--eval-tasks")
 
 
 def _check_outputs(options: Options) -> None:

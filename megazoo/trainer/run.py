@@ -205,12 +205,15 @@ class Run(Settings):
     def is_last(self, step: int) -> bool:
         return step == self.options.training.steps
 
+    def evaluates_at(self, step: int) -> bool:
+        """Whether an evaluation is due after a step."""
+        interval = self.options.evaluation.eval_interval
+        return self.is_last(step) or bool(interval and step % interval == 0)
+
     def validates_at(self, step: int) -> bool:
         """Whether the validation loss is measured after a step."""
-        evaluation = self.options.evaluation
-        interval = evaluation.eval_interval
-        due = self.is_last(step) or (interval and step % interval == 0)
-        return bool(due and evaluation.eval_steps and self.sources.shares[1])
+        has_data = self.options.evaluation.eval_steps and self.sources.shares[1]
+        return bool(has_data and self.evaluates_at(step))
 
     def tests_at(self, step: int) -> bool:
         """Whether the test loss is measured after a step."""

@@ -51,9 +51,7 @@ def difference(found: dict, expected: dict) -> float:
     return max((found[name] - expected[name]).abs().max().item() for name in expected)
 
 
-@pytest.fixture(
-    scope="module", params=["adamw", pytest.param("muon", marks=pytest.mark.slow)]
-)
+@pytest.fixture(scope="module", params=["adamw", pytest.param("muon", marks=pytest.mark.slow)])
 def whole(request, tmp_path_factory):
     """The optimizer, and the average after four steps in one process."""
     run = tmp_path_factory.mktemp("whole")
