@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -66,6 +66,8 @@ class Batches:
             samples, and rows without labels up to a multiple of the replicas' micro-batches. None:
             the data is repeated.
         micro_batch: number of rows of a micro-batch.
+        size_at: returns the number of samples in the global batch after a number of samples, if
+            it varies.
     """
 
     def __init__(
@@ -77,9 +79,10 @@ class Batches:
         mark_padding: bool = False,
         end: int | None = None,
         micro_batch: int = 1,
+        size_at: Callable[[int], int] | None = None,
     ):
         self.blend, self.global_batch, self.ctx, self.device = blend, global_batch, ctx, ctx.device
-        self.rows = global_batch // ctx.dp_size
+        self.size_at = size_at or (lambda _: global_batch)
         self.pad_token_id, self.mark_padding = pad_token_id, mark_padding
         self.end, self.micro_batch = end, micro_batch
 
@@ -92,7 +95,7 @@ class Batches:
     def rows_after(self, consumed: int) -> int:
         """Return the number of rows of this replica in the batch after `consumed` samples."""
         if self.end is None:
-            return self.rows
+            return self.size_at(consumed) // self.ctx.dp_size
         left = min(self.global_batch, self.end - consumed)
         return math.ceil(left / (self.ctx.dp_size * self.micro_batch)) * self.micro_batch
 
@@ -140,7 +143,7 @@ class Batches:
 
         Padding is not counted. 0 without a blend.
         """
-        return self.blend.tokens(consumed, self.global_batch) if self.blend else 0
+        return self.blend.tokens(consumed, self.size_at(consumed)) if self.blend else 0
 
     def positions(self, consumed: int) -> list[dict | None]:
         """Return the position of each streamed source after `consumed` samples.

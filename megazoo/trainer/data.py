@@ -76,7 +76,9 @@ def open_data(run: Run, model: Model) -> Data:
         Batches(blend, rows, ctx, pad, end=end or None, micro_batch=micro)
         for blend, end in zip(held_out, ends, strict=True)
     )
-    return Data(Batches(training, rows, ctx, pad, mark_padding=counts_tokens(model)), *evaluated)
+    marks, size_at = counts_tokens(model), run.batch_sizes.at
+    first = Batches(training, rows, ctx, pad, mark_padding=marks, size_at=size_at)
+    return Data(first, *evaluated)
 
 
 def take_fingerprints(run: Run) -> None:

@@ -68,13 +68,14 @@ def build(run: Run, ctx: ParallelContext) -> tuple[Model, AdamW]:
 def train_steps(run: Run, model: Model, optimizer: AdamW, data: Data, recorder: Recorder) -> None:
     """Train until the last step, or until a signal stops the run."""
     workers, schedule = run.options.data.data_workers, run.options.parallel.schedule
-    microbatches, lr_schedule = run.microbatches(model.ctx), run.lr_schedule
+    micro, lr_schedule = run.options.training.micro_batch_size, run.lr_schedule
     starts = run.batch_starts
     with closing(data.training.ahead(starts, workers)) as batches:
         for step, start in enumerate(starts, run.first_step + 1):
             with Stopwatch(model.ctx.device) as watch:
                 with spent("data"):
                     batch, tokens = next(batches), data.training.tokens(start)
+                microbatches = data.training.rows_after(start) // micro
                 loss = model.train_batch(
                     **batch, num_microbatches=microbatches, schedule=schedule, step=step
                 )

@@ -128,7 +128,7 @@ class Recorder:
             UserError: the run has diverged.
         """
         self.step, self.tokens, self.norm, self.losses["training"] = step, tokens, norm, loss
-        self.consumed_samples += self.run.options.training.global_batch_size
+        self.consumed_samples += self.run.batch_sizes.at(self.consumed_samples)
         self.consumed_tokens += tokens
         self._check_convergence(loss, norm)
         self._call("on_step", step, self._values(loss, norm, tokens, watch))

@@ -18,6 +18,7 @@ from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.layout import Layout
 from megazoo.settings import check_value, described, flag_of
 from megazoo.trainer.adapters import NO_WEIGHTS, Weights, check_trained
+from megazoo.trainer.batch_sizes import BatchSizes
 from megazoo.trainer.options import ModelOptions, Options, parts_of
 from megazoo.trainer.outputs import OUTPUTS
 from megazoo.trainer.outputs.base import check_output, check_writable
@@ -48,9 +49,8 @@ def settle_steps(
     if training.epochs:
         if samples is None:
             return
-        training.steps = (
-            first_step - (consumed - training.epochs * samples) // training.global_batch_size
-        )
+        sizes = BatchSizes(training.global_batch_size, training.rampup_batch_size)
+        training.steps = first_step + sizes.steps_to(consumed, training.epochs * samples)
     if optimizer.lr_decay_steps is None:
         optimizer.lr_decay_steps = training.steps
     if optimizer.warmup_steps is None:
@@ -145,6 +145,8 @@ def check_run(
     check_layout(model, config, layout)
     check_trained(options, config, weights)
     check_batch(training.global_batch_size, training.micro_batch_size, dp)
+    sizes = BatchSizes(training.global_batch_size, training.rampup_batch_size)
+    sizes.check(training.micro_batch_size * dp)
     count = training.global_batch_size // dp // training.micro_batch_size
     check_joint_losses(declared_losses(whole_model(config)), layout, count)
     for name in ("packing", "separate_documents") if config.num_labels else ():

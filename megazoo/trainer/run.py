@@ -1,6 +1,7 @@
 """A run before its ranks start: its checked settings, and the step at which it resumes."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,11 +13,11 @@ from megazoo.environment import restarts, world_size
 from megazoo.formats.source import ModelSource
 from megazoo.optim.learning_rate import LRSchedule, lr_schedule
 from megazoo.parallel.agreement import Terms
-from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.device import choose_device
 from megazoo.settings import described, flag_of
 from megazoo.tokenizer import Tokenizer
 from megazoo.trainer.adapters import Weights
+from megazoo.trainer.batch_sizes import BatchSizes
 from megazoo.trainer.defaults import FEW_STEPS, Defaults, fit_to_rows
 from megazoo.trainer.options import DataOptions, Options, default_dtype
 from megazoo.trainer.record import InputFile
@@ -80,11 +81,16 @@ class Run(Settings):
         return self.state["step"]
 
     @property
-    def batch_starts(self) -> range:
+    def batch_sizes(self) -> BatchSizes:
+        """The global batch size of each step."""
+        training = self.options.training
+        return BatchSizes(training.global_batch_size, training.rampup_batch_size)
+
+    @property
+    def batch_starts(self) -> Sequence[int]:
         """The number of samples consumed before each remaining step."""
-        rows = self.options.training.global_batch_size
-        first = self.state["consumed_samples"]
-        return range(first, first + (self.options.training.steps - self.first_step) * rows, rows)
+        steps = self.options.training.steps - self.first_step
+        return self.batch_sizes.first(self.state["consumed_samples"], steps)
 
     def terms(self) -> Terms:
         """Return the model and the settings that must be the same on all ranks.
@@ -168,11 +174,6 @@ class Run(Settings):
         return ", in float32" + (
             ", multiplied in TF32 (--fp32-precision ieee for fp32)" if rounded else ""
         )
-
-    def microbatches(self, ctx: ParallelContext) -> int:
-        """The number of micro-batches per replica and step."""
-        training = self.options.training
-        return training.global_batch_size // ctx.dp_size // training.micro_batch_size
 
     @property
     def lr_schedule(self) -> LRSchedule:

@@ -44,7 +44,7 @@ def mean_of_batch_means():
         def evaluated(run, model, batches, *_):
             rows = run.options.training.global_batch_size
             starts = range(0, run.options.evaluation.eval_steps * rows, rows)
-            count = run.microbatches(model.ctx)
+            count = batches.rows_after(0) // run.options.training.micro_batch_size
             means = [
                 model.eval_batch(**batch, num_microbatches=count, return_count=True)[0].item()
                 for batch in batches.ahead(starts, 0)

@@ -70,7 +70,7 @@ WAITING = """
 import os, sys, time
 from datetime import timedelta
 import torch.distributed as dist
-from megazoo.cli.starting import after_rank_zero
+from megazoo.parallel.startup import after_rank_zero
 made, work, timeout = sys.argv[1], *map(float, sys.argv[2:])
 store = after_rank_zero(lambda: (time.sleep(work), open(made, "w").close()))
 assert os.path.exists(made)
