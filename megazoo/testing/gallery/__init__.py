@@ -1,7 +1,8 @@
 """A gallery of known bugs of parallel training, used to test the check.
 
-Each bug is a function that patches the program while a check runs. The files group the bugs by
-topic. Those in program, settings, state and sums were published in 2026.
+Each bug is a row that says which function of the program is replaced while a check runs. The files
+group the bugs by topic: first the replacements that need more than a line, then the rows. Numbers
+with N were published in 2026.
 """
 
 import re
@@ -19,10 +20,10 @@ from megazoo.testing.gallery import (  # noqa: F401
     state,
     sums,
 )
-from megazoo.testing.gallery.planting import BUGS, Bug
+from megazoo.testing.gallery.planting import BUGS, Bug, named
 from megazoo.testing.gallery.table import Outcome, header, line_of, self_test
 
-__all__ = ["BUGS", "Bug", "Outcome", "header", "line_of", "self_test"]
+__all__ = ["BUGS", "Bug", "Outcome", "header", "line_of", "named", "self_test"]
 
 
 # Bugs without a number come between N and E.

@@ -10,190 +10,96 @@ from megazoo.optim.clip import clip_scale
 from megazoo.optim.whole_matrices import WholeMatrices
 from megazoo.parallel.collectives import all_reduce
 from megazoo.parallel.module import NamedParameter
-from megazoo.testing.gallery.planting import bug, replaced
+from megazoo.testing.gallery.planting import BUGS, Bug, then
 
 
-@bug(
-    "18",
-    "Clipping by this rank's norm",
-    r"weights of .*: differ after step 1 on ranks 0 .*, though no gradient does",
-    layout="tp2",
-    source="AReaL #312",
-    link="https://github.com/areal-project/AReaL/issues/312",
-)
-def clipping_by_the_ranks_own_norm():
-    """Each rank clips by the norm of its own gradients."""
-
-    def make(clip):
-        def clipped(self, norm):
-            norms = [entry.parameter.grad.norm() for entry in self.entries]
-            return clip_scale(torch.stack(norms).norm(), self.clip_grad)
-
-        return clipped
-
-    return replaced(AdamW, "_clip_scale", make)
+def scale_of_own_norm(_, self, norm):
+    norms = [entry.parameter.grad.norm() for entry in self.entries]
+    return clip_scale(torch.stack(norms).norm(), self.clip_grad)
 
 
-@bug(
-    "19",
-    "Gradient norm that counts copies tp times",
-    r"gradient norm: .* instead of .* at step 1, though no gradient differs",
-    layout="tp2",
-    source="NeMo-RL #3788",
-    link="https://github.com/NVIDIA-NeMo/RL/pull/3788",
-)
-def copies_in_the_norm():
-    """Replicated gradients count in the gradient norm once per rank."""
-
-    def make(_):
-        return lambda self, ctx: self.spec.pieces(ctx.place)
-
-    return replaced(NamedParameter, "counted_pieces", make)
+def decay_frozen(optimizer):
+    for parameter in optimizer.model.parameters():
+        if not parameter.requires_grad:
+            parameter.data.mul_(1 - optimizer.lr * optimizer.defaults["weight_decay"])
 
 
-@bug(
-    "20a",
-    "Weight decay on frozen parameters",
-    r"optimizer: the weights of .* are frozen, and have changed",
-    layout="tp2",
-    lora_rank=2,
-    source="diffusers #1009",
-    link="https://github.com/huggingface/diffusers/issues/1009",
-)
-def decay_of_frozen_parameters():
-    """Weight decay is applied to frozen parameters."""
-
-    def make(step):
-        def decaying(self, closure=None):
-            norm = step(self, closure)
-            for parameter in self.model.parameters():
-                if not parameter.requires_grad:
-                    parameter.data.mul_(1 - self.lr * self.defaults["weight_decay"])
-            return norm
-
-        return decaying
-
-    return replaced(AdamW, "step", make)
+def decay_all(optimizer):
+    for group in optimizer.param_groups:
+        group["weight_decay"] = optimizer.defaults["weight_decay"]
 
 
-@bug(
-    "20b",
-    "Weight decay on norms and biases",
-    r"optimizer: the weights of .* they decay, though of one dimension",
-    layout="tp2",
-    source="verl #5070",
-    link="https://github.com/verl-project/verl/issues/5070",
-)
-def decay_of_vectors():
-    """Weight decay is applied to norms and biases."""
-
-    def make(init):
-        def initialised(self, *arguments, **options):
-            init(self, *arguments, **options)
-            for group in self.param_groups:
-                group["weight_decay"] = self.defaults["weight_decay"]
-
-        return initialised
-
-    return replaced(AdamW, "__init__", make)
-
-
-@bug(
-    "21b",
-    "Overflow seen by one rank alone",
-    r"overflow: a step whose gradients overflow on rank 1 is not skipped on rank 0 ",
-    layout="tp2",
-    source="Megatron-Bridge #5591",
-    link="https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/5591",
-)
-def overflow_on_one_rank():
+def own_overflow(_, self, norm):
     """Each rank checks only its own gradients for an overflow and decides without the others to
     skip the step."""
-
-    def make(_):
-        def overflowed(self, norm):
-            return not all(entry.parameter.grad.isfinite().all() for entry in self.entries)
-
-        return overflowed
-
-    return replaced(AdamW, "_overflowed", make)
+    return not all(entry.parameter.grad.isfinite().all() for entry in self.entries)
 
 
-@bug(
-    "24a",
-    "An update normalised over a shard as if it were the matrix",
-    r"weights of .*: differ after step 1 on ranks 0 .*, though no gradient does",
-    layout="tp2",
-    source="DeepSpeed #8437",
-    link="https://github.com/deepspeedai/DeepSpeed/issues/8437",
-)
-def update_normalised_by_shard():
+def normalised_by_shard(row, self, entry):
     """The update of a matrix is normalised by the RMS of the rank's shard instead of that of the
     full matrix."""
-
-    def make(row):
-        def normalised(self, entry):
-            mine = row(self, entry)
-            if entry.spec.shard is None or len(entry.spec.shape) != 2:
-                return mine
-            mean = mine.gradient.square().mean()
-            whole = mean / self.ctx.tp_size
-            all_reduce(whole, self.ctx.tp_group)
-            return mine._replace(gradient=mine.gradient * (whole / mean).sqrt())
-
-        return normalised
-
-    return replaced(AdamW, "_row", make)
+    mine = row(self, entry)
+    if entry.spec.shard is None or len(entry.spec.shape) != 2:
+        return mine
+    mean = mine.gradient.square().mean()
+    whole = mean / self.ctx.tp_size
+    all_reduce(whole, self.ctx.tp_group)
+    return mine._replace(gradient=mine.gradient * (whole / mean).sqrt())
 
 
-@bug(
-    "24b",
-    "Muon's step of a shard, as if it were the matrix",
-    r"weights of .*: differ after step 1 on ranks 0 .*, though no gradient does",
-    layout="tp2",
-    optimizer="muon",
-    source="DeepSpeed #8437",
-    link="https://github.com/deepspeedai/DeepSpeed/issues/8437",
-)
-def shards_orthogonalised():
-    """Each rank orthogonalises its shard of a matrix."""
-
-    def make(_):
-        def applied(self, function, give, take):
-            for matrix in self.matrices:
-                shard = give(matrix).view(self._shape(matrix, self.ctx.tp_rank))
-                take(matrix, function(shard, matrix).reshape(-1))
-
-        return applied
-
-    return replaced(WholeMatrices, "apply", make)
+def shards_orthogonalised(_, self, function, give, take):
+    for matrix in self.matrices:
+        shard = give(matrix).view(self._shape(matrix, self.ctx.tp_rank))
+        take(matrix, function(shard, matrix).reshape(-1))
 
 
-@bug(
-    "",
-    "Muon's step of q, k and v, or gate and up, as one matrix",
-    r"optimizer: the weights of .*\.(qkv|gate_up)\.weight are not those of Muon, in one process",
-    layout="dp2",
-    model="llama",
-    optimizer="muon",
-    source="rule: each is a matrix (Jordan et al. 2024)",
-    link="https://kellerjordan.github.io/posts/muon/",
-)
-def fused_matrices_orthogonalised():
-    """A fused parameter is orthogonalised as one matrix."""
+def fused_orthogonalised(_, self, function, give, take):
+    for name in {matrix.entry.name for matrix in self.matrices}:
+        parts = sorted((m for m in self.matrices if m.entry.name == name), key=attrgetter("first"))
+        rows, columns = parts[0].entry.spec.shape
+        whole = torch.cat([give(matrix) for matrix in parts]).view(rows, columns)
+        made = function(whole, replace(parts[0], rows=rows))
+        for matrix, step in zip(parts, made.split([m.rows for m in parts]), strict=True):
+            take(matrix, step.reshape(-1))
 
-    def make(_):
-        def applied(self, function, give, take):
-            for name in {matrix.entry.name for matrix in self.matrices}:
-                parts = sorted(
-                    (m for m in self.matrices if m.entry.name == name), key=attrgetter("first")
-                )
-                rows, columns = parts[0].entry.spec.shape
-                whole = torch.cat([give(matrix) for matrix in parts]).view(rows, columns)
-                made = function(whole, replace(parts[0], rows=rows))
-                for matrix, step in zip(parts, made.split([m.rows for m in parts]), strict=True):
-                    take(matrix, step.reshape(-1))
 
-        return applied
-
-    return replaced(WholeMatrices, "apply", make)
+BUGS += [
+    Bug("18", "Clipping by this rank's norm",
+        r"weights of .*: differ after step 1 on ranks 0 .*, though no gradient does",
+        AdamW, "_clip_scale", scale_of_own_norm, layout="tp2",
+        source="AReaL #312", link="https://github.com/areal-project/AReaL/issues/312"),
+    Bug("19", "Gradient norm that counts copies tp times",
+        r"gradient norm: .* instead of .* at step 1, though no gradient differs",
+        NamedParameter, "counted_pieces", lambda _, self, ctx: self.spec.pieces(ctx.place),
+        layout="tp2",
+        source="NeMo-RL #3788", link="https://github.com/NVIDIA-NeMo/RL/pull/3788"),
+    Bug("20a", "Weight decay on frozen parameters",
+        r"optimizer: the weights of .* are frozen, and have changed",
+        AdamW, "step", then(decay_frozen), layout="tp2", lora_rank=2,
+        source="diffusers #1009",
+        link="https://github.com/huggingface/diffusers/issues/1009"),
+    Bug("20b", "Weight decay on norms and biases",
+        r"optimizer: the weights of .* they decay, though of one dimension",
+        AdamW, "__init__", then(decay_all), layout="tp2",
+        source="verl #5070", link="https://github.com/verl-project/verl/issues/5070"),
+    Bug("21b", "Overflow seen by one rank alone",
+        r"overflow: a step whose gradients overflow on rank 1 is not skipped on rank 0 ",
+        AdamW, "_overflowed", own_overflow, layout="tp2",
+        source="Megatron-Bridge #5591",
+        link="https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/5591"),
+    Bug("24a", "An update normalised over a shard as if it were the matrix",
+        r"weights of .*: differ after step 1 on ranks 0 .*, though no gradient does",
+        AdamW, "_row", normalised_by_shard, layout="tp2",
+        source="DeepSpeed #8437", link="https://github.com/deepspeedai/DeepSpeed/issues/8437"),
+    Bug("24b", "Muon's step of a shard, as if it were the matrix",
+        r"weights of .*: differ after step 1 on ranks 0 .*, though no gradient does",
+        WholeMatrices, "apply", shards_orthogonalised, layout="tp2", optimizer="muon",
+        source="DeepSpeed #8437", link="https://github.com/deepspeedai/DeepSpeed/issues/8437"),
+    Bug("", "Muon's step of q, k and v, or gate and up, as one matrix",
+        r"optimizer: the weights of .*\.(qkv|gate_up)\.weight are not those of Muon, in one "
+        r"process",
+        WholeMatrices, "apply", fused_orthogonalised,
+        layout="dp2", model="llama", optimizer="muon",
+        source="rule: each is a matrix (Jordan et al. 2024)",
+        link="https://kellerjordan.github.io/posts/muon/"),
+]  # fmt: skip

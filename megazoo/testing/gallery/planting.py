@@ -1,29 +1,33 @@
-"""Tools of the gallery: the list of bugs, and functions that patch the program while a check
+"""Tools of the gallery: the rows of its tables, and functions that patch the program while a check
 runs."""
 
 import inspect
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 from unittest import mock
 
 from megazoo.models.registry import find_config
 from megazoo.testing.shrink import shrink
 
 BUGS: list["Bug"] = []
+EVERYWHERE = None  # owner of a function that is replaced in every module that imports it
 
 
 @dataclass(frozen=True)
 class Bug:
-    """A bug that raises no error in training.
+    """A bug that raises no error in training: a function of the program is replaced.
 
     Attributes:
         number: Number in the list of published bugs, with a letter if a bug has several forms; ""
             if it is not in the list.
         title: Description.
         told: Regular expression that the reported cause must match from its beginning.
-        plant: Function that returns a context manager in which the program has the bug.
+        owner: Class or module that has the function, or EVERYWHERE.
+        name: Name of the function, method or property.
+        wrapper: Replacement. Its first argument is the function, the others are those of the call.
         layout: Layout that shows the bug. tp2:pp2 for a bug that shows when a checkpoint of the
             first layout is resumed in the second. "transformers" for a bug that also occurs in one
             process and is found by a comparison with that library.
@@ -33,6 +37,7 @@ class Bug:
         optimizer: adamw or muon.
         dtype: Data type of the parameters, for a bug that shows when a run is resumed.
         offload: Whether the optimizer is offloaded, for such a bug.
+        also: Further replacements: (owner, name, wrapper).
         source: Where the bug was published. "rule: ..." for a source that only documents the rule
             that the bug breaks.
         link: Address of the source.
@@ -41,7 +46,9 @@ class Bug:
     number: str
     title: str
     told: str
-    plant: Callable[[], AbstractContextManager]
+    owner: Any
+    name: str
+    wrapper: Callable
     layout: str
     model: str = "gpt2"
     settings: dict = field(default_factory=dict)
@@ -49,6 +56,7 @@ class Bug:
     optimizer: str = "adamw"
     dtype: str = "float32"
     offload: bool = False
+    also: Sequence[tuple[Any, str, Callable]] = ()
     source: str = ""
     link: str = ""
 
@@ -57,24 +65,55 @@ class Bug:
         """The small config in which the bug is planted."""
         return replace(shrink(find_config(f"{self.model}-tiny")), **self.settings)
 
+    @contextmanager
+    def plant(self) -> Iterator[None]:
+        """Within this block, the program has the bug."""
+        with ExitStack() as stack:
+            for owner, name, wrapper in [(self.owner, self.name, self.wrapper), *self.also]:
+                stack.enter_context(_wrapped(owner, name, wrapper))
+            yield
 
-def bug(number: str, title: str, told: str, **about):
-    """Return a decorator that adds a function to BUGS. The arguments are those of `Bug`; the
-    function is its `plant`."""
+    def __reduce__(self):
+        """Pickle the title: a wrapper can be a lambda."""
+        return named, (self.title,)
 
-    def listed(plant):
-        BUGS.append(Bug(number, title, told, plant, **about))
-        return plant
 
-    return listed
+def named(name: str) -> Bug:
+    """Return the bug that has a number or a title."""
+    return next(bug for bug in BUGS if name in (bug.number, bug.title))
+
+
+def _wrapped(owner, name: str, wrapper: Callable):
+    def make(before):
+        return lambda *given, **options: wrapper(before, *given, **options)
+
+    return replaced_everywhere(name, make) if owner is EVERYWHERE else replaced(owner, name, make)
+
+
+def without_call(_before, *_given, **_options):
+    """Wrapper that does not call the function."""
+
+
+def then(change: Callable, argument: int = 0) -> Callable:
+    """Return a wrapper that calls the function, and then change(one of the function's
+    arguments)."""
+
+    def wrapper(before, *given, **options):
+        result = before(*given, **options)
+        change(given[argument])
+        return result
+
+    return wrapper
 
 
 def replaced(owner, name: str, make: Callable):
     """Within this block, replace owner.name with make(owner.name). For a property, its getter is
-    replaced."""
+    replaced; for a static or class method, its function."""
     before = inspect.getattr_static(owner, name)  # also of a base class
     if isinstance(before, property):
         return mock.patch.object(owner, name, property(make(before.fget)))
+    if isinstance(before, staticmethod | classmethod):
+        return mock.patch.object(owner, name, type(before)(make(before.__func__)))
     return mock.patch.object(owner, name, make(before))
 
 

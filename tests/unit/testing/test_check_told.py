@@ -20,7 +20,7 @@ from megazoo.models import registry
 from megazoo.models.gpt2 import GPT2Config
 from megazoo.optim.adamw import AdamW
 from megazoo.testing import check_parallel, gallery, trial
-from megazoo.testing.gallery import BUGS, engine, layers
+from megazoo.testing.gallery import BUGS, named
 from megazoo.testing.gallery.planting import replaced
 from tests.support.programs import run_tool
 from tests.support.sampling import marked_slow
@@ -82,7 +82,7 @@ def test_more_stages_than_a_small_model_has_layers(stages):
 @contextmanager
 def one_clue():
     """A bias is added twice, and only the first difference is looked at closely."""
-    with mock.patch.object(trial, "CLUES", 1), layers.bias_before_the_sum():
+    with mock.patch.object(trial, "CLUES", 1), named("8").plant():
         yield
 
 
@@ -179,13 +179,13 @@ REPLICAS = "a sum over the replicas left before the last micro-batch"
         ("dp2", loss_on_one_replica, r"loss: (\S+) instead of (?!\1)\S+ on rank 1 \(", ""),
         ("dp2", labels_of_its_own_on_one_replica, "labels: .* on rank 1 ", "labels are counted on"),
         ("dp2", labels_counted_twice, "labels: the mean is over 402", "the same labels"),
-        ("pp2dp2", engine.gradients_by_local_labels, "gradient of norm.bias", REPLICAS),
-        ("pp2dp2", engine.sum_before_the_last_micro_batch, "gradient of norm.bias", REPLICAS),
-        ("pp2dp2", engine.replica_without_a_sum, "gradient", "a sum over the replicas left some"),
+        ("pp2dp2", named("5b").plant, "gradient of norm.bias", REPLICAS),
+        ("pp2dp2", named("22").plant, "gradient of norm.bias", REPLICAS),
+        ("pp2dp2", named("23").plant, "gradient", "a sum over the replicas left some"),
         ("pp2", last_micro_batch_twice, "gradient of norm.bias", "the loss's gradient lacks"),
         ("pp2", output_halved, "module .*: it is 0.5 x", "(?!.*tp)a number of layers"),
         ("pp2", output_shifted, "module .*: its output differs", "(?!.*tp)the module computes"),
-        ("pp2", engine.tied_gradient_of_one_stage, "tie: .* share, differs at step 1", "the sum"),
+        ("pp2", named("2b").plant, "tie: .* share, differs at step 1", "the sum"),
     ], lambda number, _: number in (1, 2, 3, 4, 5, 8)),
 )  # fmt: skip
 def test_what_is_told_is_true_in_other_layouts(layout, plant, cause, usual):

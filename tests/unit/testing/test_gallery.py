@@ -10,7 +10,7 @@ from megazoo.errors import UserError
 from megazoo.programs import check_parallel as tool
 from megazoo.testing import check, gallery, resume
 from megazoo.testing.causes import Comparison
-from megazoo.testing.gallery import BUGS
+from megazoo.testing.gallery import BUGS, named
 from megazoo.testing.gallery.table import verdict_on
 from megazoo.testing.resume import ResumeComparison
 from tests.docs import refresh_docs
@@ -48,10 +48,6 @@ ALL_PARTS = [
     (check, "differences", "N22"),
     (resume, "samples_are_continued", "Samples skipped if the batch size changes"),
 ]
-
-
-def named(name: str) -> gallery.Bug:
-    return next(bug for bug in BUGS if name in (bug.number, bug.title))
 
 
 def title_of(bug) -> str:

@@ -77,7 +77,7 @@ FOUND = {
 
 @pytest.mark.parametrize("title", FOUND)
 def test_bugs_of_the_gallery_are_found(title):
-    bug = next(bug for bug in gallery.BUGS if bug.title == title)
+    bug = gallery.named(title)
     with bug.plant():
         config = replace(bug.config, layers=1)
         attached = adapters_of(config) if bug.lora_rank else None
