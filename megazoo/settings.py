@@ -197,6 +197,7 @@ def settings_of(kind: type) -> dict:
     return settings
 
 
+@cache
 def kinds_of(kind: type) -> dict:
     """Return the name and type of every setting of a dataclass, those of its groups included."""
     kinds, hints = {}, get_type_hints(kind, include_extras=True)
@@ -352,6 +353,7 @@ def texts_of(kind: type) -> dict[str, str]:
     return texts
 
 
+@cache
 def own_texts(kind: type) -> dict[str, str]:
     """Return the docstrings under the fields of a dataclass, without those of its base classes.
 

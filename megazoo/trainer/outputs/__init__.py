@@ -1,6 +1,11 @@
-"""Outputs of metrics: one file for each. A file of --import registers further ones."""
+"""Outputs of metrics: each module here registers one. A file of --import registers further ones."""
 
-from megazoo.trainer.outputs import jsonl, mlflow, tensorboard, trackio, wandb  # noqa: F401
+from importlib import import_module
+from pkgutil import iter_modules
+
 from megazoo.trainer.outputs.base import OUTPUTS, Output, register_output
+
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")
 
 __all__ = ["OUTPUTS", "Output", "register_output"]

@@ -275,6 +275,68 @@ def test_trackio_is_told_what_the_metrics_file_says(tmp_path, monkeypatch, capsy
     assert refused[:2] == ["init", "for/bidden"]
 
 
+MLFLOW = """
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+def told(*words):
+    with Path(__file__).with_name("told").open("a") as file:
+        file.write(json.dumps(words) + "\\n")
+
+def set_experiment(name):
+    told("experiment", name)
+    if name == "forbidden":
+        raise ConnectionError("no server")
+
+def start_run(run_id):
+    told("run", run_id)
+    return SimpleNamespace(info=SimpleNamespace(run_id=run_id or "run-1"))
+
+def log_params(values):
+    told("params", values)
+
+def log_metrics(values, step):
+    told("metrics", step, values)
+
+def end_run(status):
+    told("end", status)
+"""
+
+
+def test_mlflow_is_told_what_the_metrics_file_says(tmp_path, monkeypatch):
+    (tmp_path / "mlflow.py").write_text(MLFLOW)
+    monkeypatch.syspath_prepend(tmp_path)
+    run, metrics = tmp_path / "run", tmp_path / "metrics"
+    job = ["--mlflow", "mine", "--save", str(run), "--device", "cpu"]
+    try:
+        pretrain.main([*SMALL, *job, "--steps", "2", "--metrics", str(metrics)])
+        pretrain.main(["--load", str(run), *job, "--steps", "3"])
+        with pytest.raises(UserError, match="the loss is nan"):
+            pretrain.main([*SMALL, "--mlflow", "mine", "--steps", "2", "--lr", "1e30"])
+        with pytest.raises(UserError, match="--mlflow forbidden: no server"):
+            pretrain.main([*SMALL, "--mlflow", "forbidden", "--steps", "1"])
+    finally:
+        sys.modules.pop("mlflow", None)
+    told = [json.loads(line) for line in (tmp_path / "told").read_text().splitlines()]
+    (experiment, started, params, *logs, end), *rest = told[:7], *told[7:]
+    assert (experiment, started, end) == (
+        ["experiment", "mine"],
+        ["run", None],
+        ["end", "FINISHED"],
+    )
+    assert params[1]["hidden_size"] == "16"
+    for (word, step, values), line in zip(logs, metrics.read_text().splitlines(), strict=True):
+        record = json.loads(line)
+        kind = "eval" if "eval_loss" in record else "train"
+        names = {key: f"{kind}/{key.removeprefix('eval_')}" for key in record if key != "step"}
+        assert (word, step) == ("metrics", record["step"])
+        assert values == {name: record[key] for key, name in names.items()}
+    assert rest[1] == ["run", "run-1"]  # a run that is resumed
+    assert [words[1] for words in rest if words[0] == "end"] == ["FINISHED", "FAILED"]
+    assert [words[0] for words in rest].count("params") == 1
+
+
 def test_only_rank_0_tells_wandb(ranks, wandb, tmp_path):
     ranks(with_wandb, 2, tmp_path, [*SMALL, "--tp", "2", "--steps", "1", "--wandb", "mine"])
     assert [words[0] for words in wandb()] == ["init", "define", "log", "log", "finish"]
