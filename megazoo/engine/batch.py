@@ -147,6 +147,16 @@ def ids_of(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.long()
 
 
+def labels_from_tokens(input_ids: torch.Tensor, attention_mask: Any) -> torch.Tensor:
+    """Return labels that predict each token after a token: without padding, and without the first
+    token after padding."""
+    if not is_mask(attention_mask) or attention_mask.shape != input_ids.shape:
+        return input_ids  # another shape is an error of the batch
+    tokens = attention_mask != 0
+    follows = F.pad(tokens[:, :-1], (1, 0))
+    return input_ids.masked_fill(~(tokens & follows).to(input_ids.device), IGNORE_INDEX)
+
+
 def is_mask(tensor: Any) -> bool:
     """Return whether there is an attention mask; UserError for an additive mask, in which 0 means a
     token. On CUDA the host waits only for the values of a floating-point mask."""

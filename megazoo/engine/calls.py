@@ -6,15 +6,17 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-from megazoo.engine.batch import Batch
+from megazoo.engine.batch import Batch, is_tensor, labels_from_tokens
 from megazoo.engine.habits import CALL, refuse
 from megazoo.engine.microbatch import Output
 from megazoo.engine.pipeline import run_pipeline
 from megazoo.engine.stepwise import with_backward
 from megazoo.engine.training import TrainingEngine
-from megazoo.errors import UserError
+from megazoo.errors import UserError, check_number
 from megazoo.parallel.agreement import Terms
+from megazoo.parallel.collectives import broadcast_from_stage
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.failure import on_all_ranks, on_replica_ranks
 from megazoo.parallel.stages import Stage
@@ -109,6 +111,70 @@ class BatchCalls:
         )
         loss = result.loss if one_stage else with_backward(result.loss, _refuse_backward)
         return Output(None if labels is None else loss, result.collected)
+
+    @on_replica_ranks
+    def token_logprobs(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        *,
+        document_ids: torch.Tensor | None = None,
+        top_k: int | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the log-probability of each token, given the tokens before it.
+
+        Call it with the same inputs on every rank of a replica. The logits are computed for a few
+        tokens at a time, and again in backward, so that they are never all in memory.
+
+        Args:
+            input_ids: int64 [batch, sequence], as the other tensors of the batch: see `Batch`.
+            attention_mask: 1 for tokens, 0 for padding.
+            position_ids: default: 0, 1, 2, ...
+            document_ids: of packed documents.
+            top_k: number of most likely next tokens to return for each position.
+
+        Returns:
+            fp32 [batch, sequence], in nats, the same on every rank of the replica. It is 0 for
+            padding, and for the first token of each row and of each document. With top_k, a tuple
+            of it, the top_k largest log-probabilities of the token after each position, fp32
+            [batch, sequence, top_k], in descending order, and their ids, int64 of the same shape.
+
+        Raises:
+            UserError: The model is a classifier, or the inputs or top_k are invalid.
+
+        The log-probabilities can be differentiated if pp is 1: call `sync_gradients` after
+        backward. Those of top_k have no gradient.
+
+        Example:
+            of_rows = model.token_logprobs(ids, attention_mask=mask).sum(dim=1)
+        """
+        if self.config.num_labels:
+            raise UserError("a classifier has no log-probabilities of tokens: use a language model")
+        if not is_tensor("input_ids", input_ids):
+            raise UserError("token_logprobs needs input_ids on every rank")
+        if top_k is not None:
+            check_number("top_k", top_k, 1, self.config.vocab_size + 1, whole=True)
+        labels, count = labels_from_tokens(input_ids, attention_mask), top_k or 0
+        batch = Batch(input_ids, labels, None, attention_mask, position_ids, document_ids)
+        (micro_batch,) = self.engine.micro_batches(batch, 1)
+        head = self.output_head.of_log_probabilities(count) if self.has_last else None
+        found = run_pipeline(
+            self,
+            [micro_batch],
+            global_batch=False,
+            keep_graph=self.ctx.pp_size == 1,
+            head=head,
+            collect=head.full_outputs if head else None,
+        ).collected
+        if found is None:
+            found = torch.empty(*input_ids.shape, 1 + 2 * count, device=self.ctx.device)
+        found = broadcast_from_stage(found, self.ctx.placement.last_rank, self.ctx)
+        logprobs = F.pad(found[:, :-1, 0], (1, 0))
+        if top_k is None:
+            return logprobs
+        values, ids = found[..., 1:].detach().chunk(2, dim=-1)
+        return logprobs, values, ids.long()
 
     @on_all_ranks
     def train_batch(

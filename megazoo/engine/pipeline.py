@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,7 @@ def run_pipeline(
     keep_graph: bool = False,
     collect: Callable | None = None,
     loss_fn: Callable | None = None,
+    head: Any = None,
     loss_scale: float = 1.0,
     weight_queue: WeightQueue | None = None,
 ) -> Result:
@@ -59,6 +61,7 @@ def run_pipeline(
         collect: collect(outputs, batch) returns the part of the last stage's outputs to keep.
         loss_fn: loss_fn(logits, labels), a custom loss: the mean of a micro-batch. The means are
             weighted by label_count.
+        head: computes the outputs and the loss on the last stage; by default the model's head.
         loss_scale: factor of the gradients, for float16.
         weight_queue: stores the weight gradients of linear layers and experts, for a schedule that
             computes them separately.
@@ -73,7 +76,7 @@ def run_pipeline(
     order = schedule or FORWARD_ONLY[ctx.placement.name]
     table = program(order, ctx.pp_rank, ctx.pp_size, ctx.virtual_size, len(batches))
     names = model.engine.auxiliary_names if schedule else None
-    if keep_graph and any(_has_labels(batch) for batch in batches):
+    if keep_graph and any(map((head or model.output_head).has_loss, batches)):
         names = declared_losses(model)
     if names and schedule:
         of_last = program(
@@ -90,6 +93,7 @@ def run_pipeline(
         backward_is_next=not keep_graph and backward_follows(table, ctx.stage_count - 1),
         collect=collect,
         loss_fn=loss_fn,
+        head=head,
         weight_queue=weight_queue,
         auxiliary=losses_of(model, names, batches, labelled, axis),
     )
@@ -114,10 +118,6 @@ def run_pipeline(
         if run.auxiliary and result.loss.requires_grad:
             result.loss.register_hook(run.auxiliary.set_scale)
     return result
-
-
-def _has_labels(batch: MicroBatch) -> bool:
-    return batch.targets is not None or batch.labels is not None
 
 
 class _WithValue(torch.autograd.Function):

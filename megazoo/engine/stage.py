@@ -104,6 +104,7 @@ class StageRun:
             gradient, so that its head may compute gradients in forward.
         collect: collect(outputs, batch) returns the part of the last stage's outputs to keep.
         loss_fn: loss_fn(logits, labels), a custom loss: the mean of a micro-batch.
+        head: computes the outputs and the loss on the last stage; by default the model's head.
         weight_queue: stores the weight gradients, for a schedule that computes them separately.
         auxiliary: collects auxiliary losses.
 
@@ -126,6 +127,7 @@ class StageRun:
         backward_is_next: bool = True,
         collect: Callable | None = None,
         loss_fn: Callable | None = None,
+        head: Any = None,
         weight_queue: WeightQueue | None = None,
         auxiliary: AuxiliaryLosses | None = None,
     ):
@@ -134,7 +136,7 @@ class StageRun:
         self.labelled = labelled.clamp(min=1).float()
         self.loss_scale, self.backward_is_next = loss_scale, backward_is_next
         self.collect, self.loss_fn, self.weight_queue = collect, loss_fn, weight_queue
-        self.auxiliary = auxiliary
+        self.head, self.auxiliary = head, auxiliary
         self.stages = {stage.index: stage for stage in stages or model.stages}
         engine = getattr(model, "engine", None)
         self.first_trained_stage = engine.first_trained_stage if engine else 0
@@ -175,13 +177,13 @@ class StageRun:
             )
 
     def _finish(self, x: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        """Return the micro-batch's part of the mean loss, 0-dimensional fp32, or x without labels.
+        """Return the micro-batch's part of the mean loss, 0-dimensional fp32, or x without a loss.
         x: the output of the last stage."""
-        head, outputs = self.model.output_head, None
+        head, outputs = self.head or self.model.output_head, None
         if self.collect:
             outputs = head.outputs(x, batch)
             self.collected.append(self.collect(outputs, batch))
-        if batch.targets is None and batch.labels is None:
+        if not head.has_loss(batch):
             return x
         factor = self.loss_scale / self.labelled if self.backward_is_next else None
         loss = head.loss(x, batch, factor, outputs=outputs, loss_fn=self.loss_fn) / self.labelled

@@ -3,7 +3,14 @@
 from typing import TYPE_CHECKING
 
 from megazoo.evaluation.classifying import Tally, classify, evaluate_rows, predictions, tally
-from megazoo.evaluation.scoring import Scores, TextLoss, evaluate_texts, score, score_choices
+from megazoo.evaluation.scoring import (
+    Scores,
+    TextLoss,
+    evaluate_texts,
+    score,
+    score_choices,
+    score_tokens,
+)
 from megazoo.lazy import lazy_attributes
 
 if TYPE_CHECKING:
@@ -22,5 +29,6 @@ __all__ = [
     "predictions",
     "score",
     "score_choices",
+    "score_tokens",
     "tally",
 ]

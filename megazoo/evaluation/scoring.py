@@ -14,7 +14,7 @@ from megazoo.engine.batch import Batch
 from megazoo.engine.calls import using_context
 from megazoo.engine.microbatch import MicroBatch
 from megazoo.engine.pipeline import run_pipeline
-from megazoo.errors import UserError
+from megazoo.errors import UserError, check_number
 from megazoo.generate.decoding import not_finite
 from megazoo.layers.dropout import without_dropout
 from megazoo.parallel.agreement import sharing_axis
@@ -78,11 +78,44 @@ def score(model: Any, input_ids: torch.Tensor, targets: torch.Tensor) -> Scores:
     return Scores(scores[:, 0], scores[:, 1].long(), scores[:, 2].bool())
 
 
+@torch.no_grad()
+@on_all_ranks
+def score_tokens(
+    model: Any, input_ids: torch.Tensor, targets: torch.Tensor, top_k: int = 0
+) -> torch.Tensor:
+    """Score each target of each row with a language model. Rows are divided among the ranks as by
+    `score`, and errors are the same.
+
+    Args:
+        model: The language model.
+        input_ids: int64 [batch, sequence], padded on the right.
+        targets: int64 [batch, sequence], as those of `score`.
+        top_k: Number of most likely tokens to return for each position.
+
+    Returns:
+        fp64 [batch, sequence, 1 + 2 top_k]: the log-probability of the target (0 for none), the
+            top_k largest log-probabilities in descending order, and their token ids.
+    """
+    if model.config.num_labels:
+        raise UserError("a classifier does not score tokens")
+    check_number("top_k", top_k, 0, model.config.vocab_size + 1, whole=True)
+    head = model.output_head.of_log_probabilities(top_k) if model.has_last else None
+    shape = (*input_ids.shape, 1 + 2 * top_k)
+
+    def of_rows(outputs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        assert head
+        return head.full_outputs(outputs, batch).flatten(1).double()
+
+    batch = Batch(input_ids, targets=targets)
+    return of_every_row(model, batch, shape[1] * shape[2], of_rows, head).view(shape)
+
+
 def of_every_row(
     model: Any,
     batch: Batch,
     columns: int,
     of_rows: Callable[[torch.Tensor, MicroBatch], torch.Tensor],
+    head: Any = None,
 ) -> torch.Tensor:
     """Compute numbers for each row.
 
@@ -93,6 +126,7 @@ def of_every_row(
         columns: Number of values per row.
         of_rows: of_rows(outputs, batch) returns the numbers of a micro-batch's rows on the last
             stage, fp64 [rows, columns].
+        head: Computes the outputs; by default the model's head.
 
     Returns:
         fp64 [rows, columns], the same on every rank that has the rows.
@@ -103,11 +137,11 @@ def of_every_row(
     model.ctx.require_ranks()
     sharing = sharing_axis(model.ctx, batch.input_ids, batch.targets)
     with using_context(model, model.ctx.cp_as_dp):
-        return _of_every_row(model, batch, columns, of_rows, sharing)
+        return _of_every_row(model, batch, columns, of_rows, head, sharing)
 
 
 def _of_every_row(
-    model: Any, batch: Batch, columns: int, of_rows: Callable, sharing: Axis
+    model: Any, batch: Batch, columns: int, of_rows: Callable, head: Any, sharing: Axis
 ) -> torch.Tensor:
     assert batch.input_ids is not None
     ctx, rows = model.ctx, len(batch.input_ids)
@@ -126,7 +160,8 @@ def _of_every_row(
             targets = None if batch.targets is None else batch.targets[part]
             taken = replace(batch, input_ids=batch.input_ids[part], targets=targets)
             batches = model.engine.micro_batches(taken, count)
-            result = run_pipeline(model, batches, global_batch=False, collect=of_rows).collected
+            how = {"head": head, "collect": of_rows}
+            result = run_pipeline(model, batches, global_batch=False, **how).collected
         if result is not None and mine:
             values[part] = result
     broadcast_from_stage(values, ctx.placement.last_rank, ctx)
@@ -178,6 +213,8 @@ def evaluate_texts(
     stride: int = 0,
     batch: int = 8,
     progress: Callable[[int], object] | None = None,
+    top_k: int = 0,
+    each: Callable[[list[int], torch.Tensor], object] | None = None,
 ) -> TextLoss:
     """Return the loss of texts. Each token is predicted once.
 
@@ -193,21 +230,31 @@ def evaluate_texts(
             only context.
         batch: Windows per batch.
         progress: Called with the number of bytes of each text after it is read.
+        top_k: Number of most likely tokens for `each`.
+        each: Called at the end for each text, in order, with its token ids and their scores, fp64
+            [tokens, 1 + 2 top_k]: see `score_tokens`.
     """
     if not 0 <= stride <= length:
         raise UserError(f"stride {stride} must be from 1 to the window's {length}, or 0")
     total, waiting, start = TextLoss(), [], first_token(tokenizer)
+    scored: list[tuple[list[int], list[torch.Tensor]]] = []  # per text, if `each` needs them
 
     def flush() -> None:
-        scores = score(model, *padded(waiting))
-        total.nats -= float(scores.log_likelihood.sum())
-        total.tokens += int(scores.tokens.sum())
+        inputs, targets = padded([window for window, _ in waiting])
+        scores, predicted = score_tokens(model, inputs, targets, top_k), targets != IGNORE_INDEX
+        total.nats -= float(scores[..., 0].sum())
+        total.tokens += int(predicted.sum())
+        for (_, parts), row, places in zip(waiting, scores.cpu(), predicted, strict=True):
+            parts.append(row[places])
         waiting.clear()
 
     for text in texts:
         ids = [start, *tokenizer.encode(text, add_special_tokens=False, parse_special=False)]
+        parts = [torch.empty(0, 1 + 2 * top_k, dtype=torch.float64)]
+        if each:
+            scored.append((ids[1:], parts))
         for window in windows(ids, length, stride or length):
-            waiting.append(window)
+            waiting.append((window, parts))
             if len(waiting) == batch:
                 flush()
         size = len(text if isinstance(text, bytes) else text.encode())
@@ -216,6 +263,9 @@ def evaluate_texts(
             progress(size)
     if waiting:
         flush()
+    if each:
+        for ids, parts in scored:
+            each(ids, torch.cat(parts))
     return total
 
 

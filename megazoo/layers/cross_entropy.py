@@ -120,6 +120,42 @@ def linear_cross_entropy(
     return summed_losses(x, weight, columns, here, ignored, ctx, rows, factor, soft_cap, terms)
 
 
+def linear_log_probabilities(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    vocab_start: int = 0,
+    *,
+    rows: int,
+    top_k: int = 0,
+    soft_cap: float | None = None,
+    ctx: ParallelContext | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return log(softmax(soft_capped(x W^T))[target]) of every token, and the largest
+    log-probabilities of this rank's tokens, without storing all logits at the same time.
+
+    Args:
+        x: [tokens, hidden], the same on every tp rank. Its gradient is a partial sum over tp.
+        weight: [this rank's part of the vocabulary, hidden].
+        targets: int64 [tokens], global token ids; IGNORE_INDEX (-100) has no log-probability.
+        vocab_start: the token id of the first row of the weight.
+        rows: number of tokens per piece, the same on every tp rank.
+        top_k: number of the largest log-probabilities, at most the rows of the weight.
+        soft_cap: smooth bound of the logits, or None.
+        ctx: parallel context; default: that of the enclosing `with ctx:` block.
+
+    Returns:
+        The log-probabilities, fp32 [tokens], the same on every rank, 0 for ignored tokens. Backward
+        computes the logits again. The largest ones of this rank's part of the vocabulary, fp32
+        [tokens, top_k], and their token ids, int64 [tokens, top_k], have no gradient.
+    """
+    columns, here, ignored = _columns_of(targets, vocab_start, len(weight))
+    found, values, places = fused_cross_entropy.log_probabilities(
+        x, weight, columns, here, ignored, ctx or current_context(), rows, soft_cap, top_k
+    )
+    return found, values, places + vocab_start
+
+
 @replaced_by(fused_cross_entropy.summed_losses)
 def summed_losses(
     x: torch.Tensor,

@@ -6,7 +6,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from megazoo.errors import UserError
-from megazoo.layers.cross_entropy import linear_cross_entropy, piece_rows
+from megazoo.layers.cross_entropy import (
+    linear_cross_entropy,
+    linear_log_probabilities,
+    piece_rows,
+)
 from megazoo.layers.layer import Layer
 from megazoo.layers.loss_terms import PLAIN, LossTerms
 from megazoo.layers.matmul import linear, product_of_head
@@ -192,6 +196,30 @@ class VocabParallelHead(_VocabParallel):
             terms=terms,
             ctx=self.ctx,
         )
+
+    def log_probabilities_in_pieces(
+        self, x: torch.Tensor, targets: torch.Tensor, top_k: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the log-probability of each target under `logits(x)`, and the top_k largest
+        log-probabilities of each position with their token ids, computed for a few tokens at a
+        time: see linear_log_probabilities. They are the same on every tp rank."""
+        shape = targets.shape
+        found, values, ids = linear_log_probabilities(
+            enter_tensor_parallel(x, self.ctx).flatten(0, -2),
+            self.matrix,
+            targets.flatten(),
+            self.start,
+            rows=self.tokens_at_once,
+            top_k=min(top_k, self.rows),
+            soft_cap=self.soft_cap,
+            ctx=self.ctx,
+        )
+        if top_k:
+            sizes = [min(top_k, size) for size in self.sizes]
+            of_ranks = gather_from_tensor_parallel(values, self.ctx, sizes)
+            values, order = of_ranks.topk(top_k)
+            ids = gather_from_tensor_parallel(ids, self.ctx, sizes).gather(-1, order)
+        return found.view(shape), values.view(*shape, top_k), ids.view(*shape, top_k)
 
     def pieces_save_memory(self, tokens: int, differentiated: bool) -> bool:
         """Return whether loss_in_pieces needs less memory than the logits of this number of tokens.

@@ -1,6 +1,7 @@
 """Memory-saving fused versions of the cross-entropies: see fused.py and cross_entropy.py."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -111,32 +112,69 @@ def summed_losses(
     )
 
 
+class _Pieces:
+    """The logits of x W^T for a few tokens at a time, and the gradients of x and W from those of
+    the logits.
+
+    wanted: whether x and the weight need a gradient. x_grad, weight_grad: the gradients, or None.
+    """
+
+    def __init__(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        soft_cap: float | None,
+        wanted: Sequence[bool] = (False, False),
+    ):
+        self.x, self.soft_cap, self.wanted = x, soft_cap, wanted
+        self.dtype, self.product = product_dtype(x), product_of_head(x, weight)
+        self.wide = weight.to(self.dtype)
+        self.x_grad = torch.empty_like(x) if wanted[0] else None
+        self.weight_grad: torch.Tensor | None = None
+
+    def run(self, rows: int, compute: Callable[[slice], None]) -> None:
+        """Call compute(tokens) for `rows` tokens at a time. Logits are freed when it returns."""
+        for first in range(0, len(self.x), rows):
+            compute(slice(first, first + rows))
+
+    def logits(self, part: slice) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the logits of these tokens, fp32, in new memory, and the derivative of the soft
+        cap: None without a cap or a gradient."""
+        inputs, slope = self.x[part].to(self.dtype), None
+        logits = self.product.output(inputs, self.wide).to(self.x.dtype)
+        if self.soft_cap is not None:
+            logits = soft_capped(logits, self.soft_cap)
+            if any(self.wanted):
+                slope = 1 - (logits / self.soft_cap).square()
+        return logits.float(), slope
+
+    def rounded(self, gradient: torch.Tensor, slope: torch.Tensor | None) -> torch.Tensor:
+        """Return the gradient of the logits before the cap, as the products use it. It overwrites
+        `gradient`, that of the capped logits."""
+        if slope is not None:
+            gradient.mul_(slope)
+        return self.product.gradient(gradient.to(self.x.dtype)).to(self.dtype)
+
+    def add(self, part: slice, gradient: torch.Tensor) -> None:
+        """Add to the gradients of x and the weight. gradient: from `rounded`."""
+        if self.x_grad is not None:
+            self.x_grad[part] = self.product.input_gradient(gradient, self.wide)
+        if self.wanted[1]:
+            inputs = self.x[part].to(self.dtype)
+            self.weight_grad = _add_product(self.weight_grad, gradient.t(), inputs)
+
+
 class _SummedLosses(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, columns, here, ignored, group, rows, factor, soft_cap, terms):
         losses = torch.empty(len(x), dtype=torch.float32, device=x.device)
         wanted = [factor is not None and needs for needs in ctx.needs_input_grad[:2]]
-        dtype, weight_grad = product_dtype(x), None
-        x_grad = torch.empty_like(x) if wanted[0] else None
-        wide = weight.to(dtype)
-        product = product_of_head(x, weight)
+        pieces = _Pieces(x, weight, soft_cap, wanted)
 
-        def add(part: slice) -> None:
-            """Add the losses and gradients of these tokens; their logits are freed on return."""
-            nonlocal weight_grad
-            inputs = x[part].to(dtype)
-            logits, slope = product.output(inputs, wide).to(x.dtype), None
-            if soft_cap is not None:
-                logits = soft_capped(logits, soft_cap)
-                if any(wanted):
-                    slope = 1 - (logits / soft_cap).square()  # the cap's derivative
-            logits = logits.float()
-
-            def sum_exponentials(peak: torch.Tensor) -> torch.Tensor:
-                return logits.sub_(peak[:, None]).exp_().sum(dim=-1)
-
+        def compute(part: slice) -> None:
+            logits, slope = pieces.logits(part)
             losses[part], peak, total = _losses(
-                logits, columns[part], here[part], group, sum_exponentials, terms
+                logits, columns[part], here[part], group, partial(_exponentials, logits), terms
             )
             if not any(wanted):
                 return
@@ -144,17 +182,11 @@ class _SummedLosses(torch.autograd.Function):
             logits.mul_((weights / total)[:, None])
             log_normaliser = total.log() + peak
             _to_gradient(logits, weights, columns[part], here[part], log_normaliser, terms)
-            if slope is not None:
-                logits.mul_(slope)
-            logits = product.gradient(logits.to(x.dtype)).to(dtype)  # their gradient from here
-            if x_grad is not None:
-                x_grad[part] = product.input_gradient(logits, wide)
-            if wanted[1]:
-                weight_grad = _add_product(weight_grad, logits.t(), inputs)
+            logits = pieces.rounded(logits, slope)  # their gradient from here
+            pieces.add(part, logits)
 
-        for first in range(0, len(x), rows):
-            add(slice(first, first + rows))
-        ctx.factor, ctx.gradients = factor, (x_grad, weight_grad)
+        pieces.run(rows, compute)
+        ctx.factor, ctx.gradients = factor, (pieces.x_grad, pieces.weight_grad)
         return losses.masked_fill_(ignored, 0).sum()
 
     @staticmethod
@@ -163,6 +195,82 @@ class _SummedLosses(torch.autograd.Function):
         ratio = grad_output / ctx.factor
         scaled = (None if gradient is None else gradient.mul_(ratio) for gradient in gradients)
         return *scaled, *[None] * 8
+
+
+def log_probabilities(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    columns: torch.Tensor,
+    here: torch.Tensor,
+    ignored: torch.Tensor,
+    ctx: ParallelContext,
+    rows: int,
+    soft_cap: float | None = None,
+    top_k: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return log(softmax(soft_capped(x W^T))[target]) of every token, and the largest ones.
+
+    It has the logits of `rows` tokens at a time, in forward and again in backward. It saves x, the
+    weight and numbers per token. columns, here, ignored: as in `summed_losses`.
+
+    Returns:
+        fp32 [tokens], the same on every rank, 0 for ignored tokens; and without a gradient the
+        top_k largest log-probabilities in this rank's columns, fp32 [tokens, top_k], and their
+        columns, int64 [tokens, top_k].
+    """
+    return _LogProbabilities.apply(
+        x, weight, columns, here, ignored, ctx.tp_group, rows, soft_cap, top_k
+    )
+
+
+class _LogProbabilities(torch.autograd.Function):
+    """Forward: logits[target] - log(sum(exp(logits))). Backward: one_hot(target) - softmax(logits),
+    times the gradient of each token."""
+
+    @staticmethod
+    def forward(ctx, x, weight, columns, here, ignored, group, rows, soft_cap, top_k):
+        pieces = _Pieces(x, weight, soft_cap)
+        found = torch.empty(len(x), dtype=torch.float32, device=x.device)
+        log_normaliser = torch.empty_like(found)
+        values, places = found.new_empty(len(x), top_k), columns.new_empty(len(x), top_k)
+
+        def compute(part: slice) -> None:
+            logits, _ = pieces.logits(part)
+            if top_k:
+                values[part], places[part] = logits.topk(top_k)
+            losses, peak, total = _losses(
+                logits, columns[part], here[part], group, partial(_exponentials, logits), PLAIN
+            )
+            found[part], log_normaliser[part] = -losses, total.log() + peak
+
+        pieces.run(rows, compute)
+        ctx.rows, ctx.soft_cap = rows, soft_cap
+        ctx.save_for_backward(x, weight, columns, here, ignored, log_normaliser)
+        values.sub_(log_normaliser[:, None])
+        ctx.mark_non_differentiable(values, places)
+        return found.masked_fill_(ignored, 0), values, places
+
+    @staticmethod
+    def backward(ctx, grad_output, *_):
+        x, weight, columns, here, ignored, log_normaliser = ctx.saved_tensors
+        pieces = _Pieces(x, weight, ctx.soft_cap, ctx.needs_input_grad[:2])
+        weights = -grad_output.masked_fill(ignored, 0)
+
+        def compute(part: slice) -> None:
+            logits, slope = pieces.logits(part)
+            normaliser = log_normaliser[part]
+            logits.sub_(normaliser[:, None]).exp_().mul_(weights[part, None])
+            _to_gradient(logits, weights[part], columns[part], here[part], normaliser, PLAIN)
+            logits = pieces.rounded(logits, slope)  # their gradient from here
+            pieces.add(part, logits)
+
+        pieces.run(ctx.rows, compute)
+        return pieces.x_grad, pieces.weight_grad, *[None] * 7
+
+
+def _exponentials(logits: torch.Tensor, peak: torch.Tensor) -> torch.Tensor:
+    """Overwrite the logits with exp(logits - peak), and return their sums: fp32 [tokens]."""
+    return logits.sub_(peak[:, None]).exp_().sum(dim=-1)
 
 
 def _losses(

@@ -138,6 +138,10 @@ class OutputHead:
         """Settings that must be equal on the ranks of the last stage, by their names in errors."""
         return {}
 
+    def has_loss(self, batch: MicroBatch) -> bool:
+        """Return whether there is a loss of this micro-batch, because it has labels."""
+        return batch.targets is not None or batch.labels is not None
+
     def outputs(self, x: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         """Return the outputs of the model (logits or scores). x: activations of the last stage."""
         raise NotImplementedError
@@ -263,10 +267,32 @@ class LanguageModelHead(OutputHead, VocabParallelHead):
         return self(x[:, -1:] if batch.last_only else x)
 
     def full_outputs(self, outputs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        logits = self.gather_logits(outputs)
-        if batch.cut is not None:
-            logits = gather_from_context(logits, self.ctx)
-        return logits[:, : batch.length]
+        return _whole_sequence(self.gather_logits(outputs), batch, self.ctx)
+
+    def log_probabilities(
+        self, x: torch.Tensor, batch: MicroBatch, top_k: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return log-probabilities of the next token at each position, the same on every tp rank.
+
+        The logits are computed in chunks of tokens, and again in backward, except for a subclass
+        that changes them.
+
+        Returns:
+            That of the target, fp32 [batch, sequence], 0 without a target; and without a gradient
+            the top_k largest ones, fp32 [batch, sequence, top_k], with their token ids, int64.
+        """
+        assert batch.targets is not None
+        if self._may_take_pieces():
+            return self.log_probabilities_in_pieces(x, batch.targets, top_k)
+        every = self.gather_logits(self.outputs(x, batch)).float().log_softmax(dim=-1)
+        ignored = batch.targets == IGNORE_INDEX
+        found = every.gather(-1, batch.targets.masked_fill(ignored, 0)[..., None])[..., 0]
+        values, ids = every.detach().topk(top_k)
+        return found.masked_fill(ignored, 0), values, ids
+
+    def of_log_probabilities(self, top_k: int = 0) -> "TokenLogProbabilities":
+        """Return a head with the weights of this one, for a run that needs log-probabilities."""
+        return TokenLogProbabilities(self, top_k)
 
     def token_losses(self, outputs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         """Return the loss of every token in nats, 0 for tokens without a target: fp32 [batch,
@@ -308,6 +334,34 @@ class LanguageModelHead(OutputHead, VocabParallelHead):
         return True
 
 
+class TokenLogProbabilities(OutputHead):
+    """Compute log-probabilities in place of the logits of a language model, and no loss.
+
+    The outputs are fp32 [batch, sequence, 1 + 2 top_k]: for the next token at each position, the
+    log-probability of the target, the top_k largest log-probabilities, and their token ids (exact
+    below 2^24).
+
+    head: the head of the model. top_k: number of the largest log-probabilities.
+    """
+
+    def __init__(self, head: LanguageModelHead, top_k: int = 0):
+        self.head, self.top_k, self.task = head, top_k, head.task
+
+    @property
+    def ctx(self) -> ParallelContext:
+        return self.head.ctx
+
+    def has_loss(self, batch: MicroBatch) -> bool:
+        return False
+
+    def outputs(self, x: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        found, values, ids = self.head.log_probabilities(x, batch, self.top_k)
+        return torch.cat([found[..., None], values, ids.float()], dim=-1)
+
+    def full_outputs(self, outputs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        return _whole_sequence(outputs, batch, self.ctx)
+
+
 CLASSIFIER_HEAD = "score.weight"  # its global name
 
 
@@ -331,6 +385,13 @@ class ClassifierHead(OutputHead, ClassificationHead):
         assert batch.targets is not None
         loss = classification.loss_sum(outputs, batch.targets, self.task.problem_type)
         return _counted_once(loss, self.ctx)
+
+
+def _whole_sequence(x: torch.Tensor, batch: MicroBatch, ctx: ParallelContext) -> torch.Tensor:
+    """Gather [batch, this rank's part, size] over cp, and remove the padding of the layout."""
+    if batch.cut is not None:
+        x = gather_from_context(x, ctx)
+    return x[:, : batch.length]
 
 
 def _counted_once(loss: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:

@@ -4,11 +4,13 @@ checkpoint or a Hugging Face model, in any parallel layout.
 $ megazoo evaluate runs/a --text book.txt
 $ torchrun --nproc-per-node 4 -m megazoo evaluate path/to/llama --tp 2 --pp 2 \\
       --text pile.jsonl --stride 512
+$ megazoo evaluate path/to/llama --text pile.jsonl --logprobs tokens.jsonl --top-k 5
 $ megazoo evaluate path/to/llama --choices questions.jsonl --output scores.jsonl
 $ megazoo evaluate runs/classifier --labels reviews.jsonl --output predictions.jsonl
 $ torchrun --nproc-per-node 2 -m megazoo evaluate path/to/llama --tp 2 --tasks arc_easy,my_task.yaml
 
---text prints the loss in nats per token, the perplexity, and bits per byte. --choices reads lines
+--text prints the loss in nats per token, the perplexity, and bits per byte. --logprobs also writes
+the log-probability of each token, given the tokens before it in its window. --choices reads lines
 of {"context": "...", "choices": ["...", ...]} and prints the log-likelihood of each choice after
 its context, in nats. If lines have "answer" (the index of the correct choice), it also prints how
 often the most likely choice is correct. --labels reads lines of {"text": "..."}, optionally with
@@ -72,6 +74,11 @@ class Options(InferenceOptions):
     stride: int = 0
     """Tokens between the starts of consecutive windows of a long text. 0: --seq-length, so that
     windows do not overlap."""
+    logprobs: File = None
+    """JSONL output file with one line per document of --text: "tokens" (ids) and "logprobs" (nats).
+    """
+    top_k: int = 0
+    """Number of most likely tokens to write per token of --logprobs: "top_ids", "top_logprobs"."""
     batch_size: int = 8
     """Number of windows, choices, rows or requests of tasks per batch."""
     output: File = None
@@ -87,13 +94,13 @@ def main(arguments: list[str]) -> None:
     check_task_flags(options)
     if options.batch_size < 1:
         raise UserError(f"--batch-size {options.batch_size} must be at least 1")
-    if options.output and not options.output.absolute().parent.is_dir():
-        raise UserError(f"--output: {options.output.parent} is not a directory")
-    if options.output and options.output.is_dir():
-        raise UserError(f"--output: {options.output} is a directory: use the name of a file")
-    inputs = (options.text, options.choices, options.labels)
-    if options.output and options.output.resolve() in [file.resolve() for file in inputs if file]:
-        raise UserError(f"--output: {options.output} is the input file: use another name")
+    if options.logprobs and not options.text:
+        raise UserError("--logprobs needs --text")
+    if options.top_k and not options.logprobs:
+        raise UserError("--top-k needs --logprobs")
+    if options.top_k < 0:
+        raise UserError(f"--top-k {options.top_k} must be 0 or more")
+    check_output_files(options)
     alone = options.one_rank
     requests = read_choices(options.choices, alone) if options.choices else None
     documents = read_texts(options.text, options.json_key, alone) if options.text else None
@@ -122,9 +129,34 @@ def score(options: Options, requests, documents, rows, tasks, model, tokenizer) 
         dist.destroy_process_group()
 
 
+def check_output_files(options: Options) -> None:
+    """Raise UserError for an output file that can't be written, or is an input file."""
+    inputs = (options.text, options.choices, options.labels)
+    taken = {file.resolve(): "the input file" for file in inputs if file}
+    for flag, file in (("--output", options.output), ("--logprobs", options.logprobs)):
+        if file is None:
+            continue
+        if not file.absolute().parent.is_dir():
+            raise UserError(f"{flag}: {file.parent} is not a directory")
+        if file.is_dir():
+            raise UserError(f"{flag}: {file} is a directory: use the name of a file")
+        if used := taken.get(file.resolve()):
+            raise UserError(f"{flag}: {file} is {used}: use another name")
+        taken[file.resolve()] = f"the file of {flag}"
+
+
 def scored_texts(model, tokenizer, documents: list[bytes], options: Options) -> dict:
-    """Score documents, print the scores, and return them as a line of the output."""
-    length = length_of(model, options)
+    """Score documents, print the scores, write --logprobs, and return the scores as a line of the
+    output."""
+    length, lines = length_of(model, options), []
+
+    def add_line(ids: list[int], scores: torch.Tensor) -> None:
+        logprobs, top, top_ids = scores.split([1, options.top_k, options.top_k], dim=1)
+        line = {"tokens": ids, "logprobs": logprobs[:, 0].tolist()}
+        if options.top_k:
+            line |= {"top_ids": top_ids.long().tolist(), "top_logprobs": top.tolist()}
+        lines.append(json.dumps(line) + "\n")
+
     with byte_bar(sum(map(len, documents)), "score") as bar:
         result = evaluate_texts(
             model,
@@ -134,7 +166,11 @@ def scored_texts(model, tokenizer, documents: list[bytes], options: Options) -> 
             stride=options.stride,
             batch=options.batch_size,
             progress=bar.update,
+            top_k=options.top_k,
+            each=add_line if options.logprobs else None,
         )
+    if options.logprobs and is_rank_zero():
+        write_text("--logprobs", options.logprobs, "".join(lines))
     print_rank_0(
         f"documents       {result.documents:,}, {result.bytes:,} bytes, {result.tokens:,} tokens"
     )

@@ -55,6 +55,7 @@ def test_the_loss_of_texts_is_transformers(directories, tmp_path, monkeypatch, c
     (tmp_path / "texts.jsonl").write_text(lines)
     arguments = [directories / "shards", "--text", tmp_path / "texts.jsonl"]
     arguments += ["--seq-length", 40, "--stride", 20, "--output", tmp_path / "scores.json"]
+    arguments += ["--logprobs", tmp_path / "tokens.jsonl", "--top-k", 3]
     code, out, _ = run_main(evaluate, monkeypatch, capsys, *arguments)
     result = json.loads((tmp_path / "scores.json").read_text())
     assert code == 0
@@ -67,6 +68,20 @@ def test_the_loss_of_texts_is_transformers(directories, tmp_path, monkeypatch, c
     assert (
         abs(result["bits_per_byte"] * result["bytes"] * 0.6931471805599453 - result["nats"]) < 1e-6
     )
+    lines = [json.loads(line) for line in (tmp_path / "tokens.jsonl").read_text().splitlines()]
+    assert [line["tokens"] for line in lines] == [
+        tokens.encode(text, add_special_tokens=False) for text in texts
+    ]
+    for line in lines:
+        assert len(line["logprobs"]) == len(line["top_ids"]) == len(line["tokens"])
+    assert sum(sum(line["logprobs"]) for line in lines) == pytest.approx(-result["nats"])
+    with torch.no_grad():
+        every = hf(torch.tensor([[1, *lines[1]["tokens"]]])).logits[0, :-1].double().log_softmax(-1)
+    exact = every.gather(1, torch.tensor(lines[1]["tokens"])[:, None])[:, 0]
+    assert lines[1]["logprobs"] == pytest.approx(exact.tolist(), abs=1e-5)
+    assert torch.tensor(lines[1]["top_ids"]).equal(every.topk(3).indices)
+    top = torch.tensor(lines[1]["top_logprobs"], dtype=torch.float64)
+    torch.testing.assert_close(top, every.topk(3).values, atol=1e-5, rtol=0)
 
 
 CONFIG = MPTConfig(vocab_size=257, max_positions=64, hidden_size=32, layers=5, heads=4)
@@ -79,7 +94,19 @@ def scores_in(layout):
     model = randomize(megazoo.from_config(CONFIG, context(**layout), seed=3))
     ids = torch.randint(0, 256, (3, 9), generator=torch.Generator().manual_seed(0))
     targets = ids.roll(-1, 1).masked_fill(torch.arange(9) % 4 == 3, -100)
-    loss = evaluate_texts(model, ByteTokenizer(), TEXTS, length=40, stride=16, batch=3)
+    of_tokens = []
+    loss = evaluate_texts(
+        model,
+        ByteTokenizer(),
+        TEXTS,
+        length=40,
+        stride=16,
+        batch=3,
+        top_k=2,
+        each=lambda ids, scores: of_tokens.append((len(ids), scores)),
+    )
+    assert [(count, 5) for count, _ in of_tokens] == [tuple(each.shape) for _, each in of_tokens]
+    assert sum(float(each[:, 0].sum()) for _, each in of_tokens) == pytest.approx(-loss.nats)
     choices = score_choices(model, ByteTokenizer(), REQUESTS, batch=4)
     return loss.nats, loss.tokens, choices, score(model, ids, targets)
 

@@ -10,10 +10,12 @@ import pytest
 import torch
 
 import megazoo
+from megazoo.engine.microbatch import MicroBatch
 from megazoo.layers import cross_entropy, fused_cross_entropy
 from megazoo.models.gpt2 import GPT2Config
 from megazoo.models.llama import LlamaConfig
 from megazoo.models.mpt import MPTConfig
+from megazoo.models.outputs import LanguageModelHead
 from megazoo.parallel.layout import Layout
 from megazoo.planning import PlannedRun, Planner
 from megazoo.torch_internals import TorchDispatchMode
@@ -160,3 +162,19 @@ def test_32_micro_batches_need_what_8_do(schedule, virtual):
     for few, many in in_fresh_processes(peaks, schedule, virtual, (8, 32), processes=2):
         assert few > 20e6
         assert (many < 1.05 * few) == (schedule != "gpipe")
+
+
+def test_token_logprobs_and_their_backward_never_have_all_logits(monkeypatch):
+    """At most an eighth of the fp32 logits, with the gradients of the head; on the meta device,
+    with pieces as on CPUs."""
+    monkeypatch.setitem(cross_entropy.PIECE_ELEMENTS, "meta", cross_entropy.PIECE_ELEMENTS["cpu"])
+    config, live = GPT2Config(128_256, 4096, hidden_size=64, heads=1, **NO_DROPOUT), Live()
+    head = LanguageModelHead(config).to("meta")
+    x = torch.empty(1, 4096, 64, device="meta", requires_grad=True)
+    batch = MicroBatch((1, 4096), targets=torch.empty(1, 4096, dtype=torch.int64, device="meta"))
+    with live:
+        logprobs, *_ = head.log_probabilities(x, batch, top_k=8)
+        logprobs.sum().backward()
+    assert x.grad is not None
+    assert head.weight.grad is not None
+    assert 256 * 128_256 * 4 <= live.most <= 4096 * 128_256 * 4 / 8, live.most
