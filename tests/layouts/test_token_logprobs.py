@@ -12,22 +12,31 @@ import torch
 import megazoo
 from megazoo.errors import UserError
 from megazoo.layers.embedding import VocabParallelHead
+from megazoo.models.gemma2 import Gemma2Config
 from megazoo.models.gpt2 import GPT2
+from megazoo.models.llama import Llama
 from megazoo.models.outputs import LanguageModelHead
+from megazoo.testing import Layout
 from tests.layouts.test_experts import MIXTRAL
-from tests.support.context_parallel import ROWS, TOKENS, batch_of
+from tests.support.context_parallel import ROWS, TOKENS, batch_of, rows_of_replica
 from tests.support.layouts import (
+    LONG,
     MODELS,
     in_layout,
+    micro_batches,
     model_in,
     parts_of_gradients,
     short_pieces,
+    sizes_of,
 )
 from tests.support.sampling import marked_slow
 from tests.support.training import context, randomize, run_in_layout, worst_gradient
 from tests.support.transformers_models import gpt2
 
-CONFIGS = {**MODELS, "mixtral": MIXTRAL}
+GEMMA2 = Gemma2Config(
+    **LONG, kv_heads=2, ffn_size=48, head_size=12, window=6, query_scalar=10, logit_cap=1.5
+)
+CONFIGS = {**MODELS, "gemma2": GEMMA2, "mixtral": MIXTRAL}
 TOP = 7
 WEIGHTS = torch.randn(ROWS, TOKENS, generator=torch.Generator().manual_seed(9))
 
@@ -73,7 +82,7 @@ def found_in(cases: list, layout: dict):
     ctx, results = context(**layout), []
     for name, kind in cases:
         model = model_in(CONFIGS[name], ctx)
-        with short_pieces():
+        with short_pieces(), mock.patch.object(LanguageModelHead, "outputs", None):  # no logits
             found, values, ids = model.token_logprobs(**inputs_of(kind), top_k=TOP)
             assert found.dtype == values.dtype == torch.float32
             assert found.requires_grad == (ctx.pp_size == 1)
@@ -88,7 +97,7 @@ def found_in(cases: list, layout: dict):
 
 KINDS = ("documents", "padding", "documents, padding")
 DENSE = [
-    ("llama", "documents"), ("mpt, learned positions", "documents, padding"), ("gpt2", "padding"),
+    ("llama", "documents"), ("mpt, learned positions", "documents, padding"), ("gemma2", "padding"),
 ]  # fmt: skip
 LAYOUTS = [
     "tp1", "tp2", "tp2+sp", "cp2", "cp2+ulysses", "pp2", "ep2",
@@ -132,6 +141,47 @@ def test_they_are_those_of_transformers(tmp_path):
         exact, _ = from_logits(hf(**batch).logits, batch)
     found = megazoo.from_pretrained(tmp_path, context()).token_logprobs(**batch)
     torch.testing.assert_close(found.double(), exact, atol=1e-5, rtol=1e-5)
+
+
+class LikelihoodHead(LanguageModelHead):
+    """Has a loss of log-probabilities, as preferences have."""
+
+    def loss(self, x, batch, factor=None, **_):
+        found, *_ = self.log_probabilities(x, batch)
+        return -found.sum()
+
+
+class LikelihoodFamily(Llama):
+    def add_head(self):
+        super().add_head(LikelihoodHead)
+
+
+def trained_by(family, layout: Layout, count: int):
+    ctx = context(**sizes_of(layout))
+    model = randomize(family.build(MODELS["llama"], ctx, seed=3))
+    batch = rows_of_replica(batch_of(2, "documents, padding"), ctx)
+    with short_pieces():
+        loss = model.train_batch(
+            **batch, num_microbatches=count // ctx.dp_size, schedule=layout.schedule
+        )
+    return loss.item(), parts_of_gradients(model)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    marked_slow(
+        ["tp1", "cp2+ulysses", "pp2+zb-h1", "tp2+sp", "cp2", "dp2", "pp2v2", "pp2v2+zb-v"],
+        lambda number, _: number > 2,
+    ),
+)
+def test_a_loss_of_them_trains_in_every_layout(ranks, layout):
+    place = Layout.named(layout)
+    count = micro_batches(place)
+    loss, gradients = trained_by(Llama, Layout(), count)
+    results = ranks(trained_by, place.ranks, LikelihoodFamily, place, count)
+    assert all(found == pytest.approx(loss, rel=1e-5) for found, _ in results)
+    distance, name = worst_gradient([parts for _, parts in results], gradients)
+    assert distance < 1e-5, name
 
 
 class Doubled(LanguageModelHead):
