@@ -1,6 +1,7 @@
 """Check the inputs of a model and split them into the micro-batches that its stages run."""
 
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ class Batch:
             context-parallel rank's part, as `SequenceCut.own` returns it for a sequence that is
             padded on the right to its `padded_length`. All other tensors are full sequences, the
             same on all ranks along cp. By default these two are also full sequences.
+        named: further tensors that a loss needs, by name: [batch, ...] or [batch, sequence].
     """
 
     input_ids: torch.Tensor | None = None
@@ -47,6 +49,7 @@ class Batch:
     position_ids: torch.Tensor | None = None
     document_ids: torch.Tensor | None = None
     sequence_length: int | None = None
+    named: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def micro_batches(
         self,
@@ -58,6 +61,8 @@ class Batch:
         own_loss: bool,
         seed: int,
         step: int,
+        needs: Mapping[str, str],
+        rows_together: int,
     ) -> list[MicroBatch]:
         """Check the batch, and split it into `count` micro-batches on the device.
 
@@ -69,6 +74,8 @@ class Batch:
             own_loss: whether the labels are for a custom loss.
             seed: seed of the model, from which the dropout seeds are derived.
             step: number of the call, from which they are derived, too.
+            needs: whether each named tensor that the loss needs is per "row" or per "token".
+            rows_together: number of neighbouring rows that a micro-batch holds together.
         """
         check_number("num_microbatches", count, 1, whole=True)
         tokens = self._given()
@@ -98,6 +105,14 @@ class Batch:
             columns["targets"] = targets
         else:
             rows["targets"] = targets
+        if shape[0] // count % rows_together:
+            raise UserError(
+                f"a micro-batch has {shape[0] // count} rows, but the loss needs a multiple of "
+                f"{rows_together}: use fewer micro-batches"
+            )
+        named = self._checked_named(needs, shape) if ctx.pp_rank == ctx.placement.last_rank else {}
+        columns |= {name: each for name, each in named.items() if needs[name] == "token"}
+        rows |= {name: each for name, each in named.items() if needs[name] == "row"}
         padding = padded_length(shape[1], ctx) - shape[1]
         if ctx.pp_rank == 0 and _takes_boundaries(ctx):
             rows["boundaries"] = _boundaries(columns["segments"], padding, count)
@@ -115,12 +130,37 @@ class Batch:
         replica = ctx.token_axis.rank
         seeds = [derive_seed(seed, "dropout", step, index, replica) for index in range(count)]
         of_tokens = {"position_ids", *columns} - {"segments"}  # attention needs all segments
-        return _cut(tensors, padded_shape, of_tokens, ctx, length=shape[1], dropout_seeds=seeds)
+        return _cut(
+            tensors,
+            padded_shape,
+            of_tokens,
+            ctx,
+            length=shape[1],
+            dropout_seeds=seeds,
+            named=named.keys(),
+        )
+
+    def _checked_named(
+        self, needs: Mapping[str, str], shape: tuple[int, int]
+    ) -> dict[str, torch.Tensor]:
+        """Return the named tensors. UserError unless they are those that the loss needs, with a row
+        for each row of the batch."""
+        if self.named.keys() != needs.keys():
+            given, needed = (", ".join(each) or "none" for each in (self.named, needs))
+            raise UserError(f"the loss needs the tensors {needed}, and was given {given}")
+        for name, tensor in self.named.items():
+            is_tensor(name, tensor)
+            wanted = shape if needs[name] == "token" else shape[:1]
+            if tuple(tensor.shape[: len(wanted)]) != wanted:
+                raise UserError(
+                    f"{name} has the shape {list(tensor.shape)}: it must begin with {list(wanted)}"
+                )
+        return dict(self.named)
 
     def _given(self) -> dict[str, torch.Tensor]:
         """Return the given tensors, with ids as int64."""
         given = {f.name: getattr(self, f.name) for f in fields(self)}
-        del given["sequence_length"]
+        del given["sequence_length"], given["named"]
         is_mask(given["attention_mask"])
         return {
             name: tensor if name in ("labels", "attention_mask") else ids_of(name, tensor)
@@ -367,10 +407,11 @@ def _cut(
     *,
     length: int,
     dropout_seeds: list[int],
+    named: Collection[str],
 ) -> list[MicroBatch]:
     """Split tensors along the batch into one micro-batch per seed, and the tensors in of_tokens
     also along the sequence, to this rank's part. shape: with padding. length: of the sequence
-    without padding."""
+    without padding. named: names of tensors for the loss."""
     count, cut = len(dropout_seeds), SequenceCut.of(shape[1], ctx)
     of_each = (shape[0] // count, shape[1] // ctx.cp_size)
     parts = {name: tensor.chunk(count) for name, tensor in tensors.items()}
@@ -381,6 +422,7 @@ def _cut(
             longest = _longest(given.get("position_ids"), length)
             given |= {name: cut.own(given[name]) for name in of_tokens & given.keys()}
             given["longest"] = longest
+        given["named"] = {name: given.pop(name) for name in named}
         batches.append(
             MicroBatch(of_each, length=length, cut=cut, dropout_seed=dropout_seed, **given)
         )

@@ -191,6 +191,8 @@ class BatchCalls:
         schedule: str | None = None,
         step: int | None = None,
         loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+        loss: Any = None,
+        **named: torch.Tensor,
     ) -> torch.Tensor:
         """Run forward and backward of this replica's batch.
 
@@ -216,6 +218,8 @@ class BatchCalls:
                 micro-batch. Micro-batches are weighted by their labelled tokens (by rows, if labels
                 are not per token). Label smoothing and z-loss of the head are not applied. You step
                 the parameters of a loss module yourself.
+            loss: a `megazoo.losses.Loss` to train with, such as DPO(beta=0.1).
+            named: the further tensors that this loss needs, on the last stage.
 
         Returns:
             The mean loss over the labelled tokens of the global batch, 0-dimensional fp32, on every
@@ -236,9 +240,10 @@ class BatchCalls:
             position_ids,
             document_ids,
             sequence_length,
+            named,
         )
         schedule = schedule or self.ctx.layout.schedule
-        return self.engine.train_batch(batch, num_microbatches, schedule, step, loss_fn)
+        return self.engine.train_batch(batch, num_microbatches, schedule, step, loss_fn, loss)
 
     def microbatches(
         self,
@@ -305,6 +310,8 @@ class BatchCalls:
         sequence_length: int | None = None,
         num_microbatches: int = 1,
         return_count: bool = False,
+        loss: Any = None,
+        **named: torch.Tensor,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Return the mean loss over the labelled tokens of the global batch, without dropout.
 
@@ -321,6 +328,8 @@ class BatchCalls:
             num_microbatches: number of micro-batches; it must divide the batch.
             return_count: whether to return also the number of labelled tokens, the weight of this
                 batch in a mean over several.
+            loss: as in `train_batch`.
+            named: as in `train_batch`.
 
         Returns:
             The loss, 0-dimensional fp32, on every rank; with return_count a tuple of the loss and
@@ -337,8 +346,9 @@ class BatchCalls:
             position_ids,
             document_ids,
             sequence_length,
+            named,
         )
-        result = self.engine.eval_batch(batch, num_microbatches)
+        result = self.engine.eval_batch(batch, num_microbatches, loss)
         return (result.loss, result.labelled) if return_count else result.loss
 
 

@@ -1,7 +1,7 @@
 """The inputs of a stage for one micro-batch, and the output of a forward."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -107,6 +107,7 @@ class MicroBatch:
         dropout_seed: seed of the dropout.
         scored: [batch], the position in the full sequence from which a classifier scores each row.
         labels: the labels for a custom loss.
+        named: further tensors that a loss needs, by name, on the last stage: per row, or per token.
         length: length of the full sequence without padding.
         cut: this rank's part of the sequence; None for the full sequence.
         longest: tokens of the longest row, if this rank can't compute it from its part. In
@@ -125,6 +126,7 @@ class MicroBatch:
     dropout_seed: int = 0
     scored: torch.Tensor | None = None
     labels: torch.Tensor | None = None
+    named: Mapping[str, torch.Tensor] = field(default_factory=dict)
     length: int | None = None
     cut: SequenceCut | None = None
     longest: int | torch.Tensor | None = None

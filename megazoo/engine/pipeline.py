@@ -71,7 +71,7 @@ def run_pipeline(
     """
     ctx = model.ctx
     axis = ctx.token_axis if global_batch else ctx.cp
-    labelled = count_labels(model, batches, axis.group)
+    labelled = count_labels(model, batches, axis.group, head)
     keep_graph = keep_graph and torch.is_grad_enabled()
     order = schedule or FORWARD_ONLY[ctx.placement.name]
     table = program(order, ctx.pp_rank, ctx.pp_size, ctx.virtual_size, len(batches))
@@ -151,12 +151,16 @@ def _result(run: StageRun, labelled: torch.Tensor, group: dist.ProcessGroup | No
 
 
 def count_labels(
-    model: PipelineModel, batches: list[MicroBatch], group: dist.ProcessGroup | None
+    model: PipelineModel,
+    batches: list[MicroBatch],
+    group: dist.ProcessGroup | None,
+    head: Any = None,
 ) -> torch.Tensor:
     """Return the number of labels of the micro-batches, summed over a group: fp64, 0-dimensional; 0
     on ranks without the last stage."""
     labelled = torch.zeros((), dtype=torch.float64, device=model.ctx.device)
     if model.stages[-1].last:
-        labelled += sum(model.output_head.label_count(batch) for batch in batches)
+        head = head or model.output_head
+        labelled += sum(head.label_count(batch) for batch in batches)
         all_reduce(labelled, group)
     return labelled

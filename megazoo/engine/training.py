@@ -20,7 +20,11 @@ from megazoo.errors import UserError, advise
 from megazoo.layers.dropout import Dropout, without_dropout
 from megazoo.layers.linear import refuse_rounded
 from megazoo.parallel.buckets import GradientBuckets
-from megazoo.parallel.collectives import all_gather_objects
+from megazoo.parallel.collectives import (
+    all_gather_objects,
+    all_reduce,
+    broadcast_from_stage,
+)
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.deferred import WeightQueue
 from megazoo.parallel.failure import propagate_errors
@@ -43,6 +47,7 @@ class TrainingEngine:
             stages need no gradients.
         auxiliary_losses: means over the last global batch, 0-dimensional fp32, by the names in
             auxiliary_names.
+        loss_metrics: means over the last global batch of the metrics of its loss, by name.
         auxiliary_names: the auxiliary losses that layers of any rank declare: see
             `declared_losses`.
     """
@@ -54,6 +59,7 @@ class TrainingEngine:
         self.first_trained_stage = 0
         self.auxiliary_losses: dict[str, torch.Tensor] = {}
         self.auxiliary_names: dict[str, int] | None = None
+        self.loss_metrics: dict[str, float] = {}
         self.gradients = GradientSums(self._reference)
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._frozen_ties: set[str] | None = None  # frozen tied parameters, once agreed on
@@ -78,6 +84,7 @@ class TrainingEngine:
         schedule: str,
         step: int | None,
         loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None,
+        loss: Any = None,
     ) -> torch.Tensor:
         """Run forward and backward of the batch of a replica; see `Model.train_batch`."""
         if not self.model.training:
@@ -85,7 +92,9 @@ class TrainingEngine:
         self._check_placement(schedule)
         splits = splits_backward(schedule, self.ctx.pp_size, self.ctx.virtual_size)
         buckets = self.checked_buckets()
-        micro_batches = self.micro_batches(batch, num_microbatches, step, loss_fn is not None)
+        own_loss = loss_fn is not None
+        micro_batches = self.micro_batches(batch, num_microbatches, step, own_loss, loss)
+        head = loss.bound(self.model.output_head) if loss and self.model.has_last else None
         self._require_labels(micro_batches)
         queue = WeightQueue(buckets.received) if splits else None
         scale = self.loss_scale.value if self.loss_scale else 1.0
@@ -95,10 +104,12 @@ class TrainingEngine:
                 micro_batches,
                 schedule_named(schedule),
                 loss_fn=loss_fn,
+                head=head,
                 loss_scale=scale,
                 weight_queue=queue,
             )
             self.gradients.complete(scale)
+        self._note_metrics(loss, head, result)
         return result.loss
 
     def microbatches(self, given: dict[str, Any], num_microbatches: int) -> Iterator[Output]:
@@ -123,17 +134,38 @@ class TrainingEngine:
                 ) from None
             raise
 
-    def eval_batch(self, batch: Batch, num_microbatches: int) -> Result:
+    def eval_batch(self, batch: Batch, num_microbatches: int, loss: Any = None) -> Result:
         """Run the forward of the batch of a replica without dropout; see `Model.eval_batch`."""
         with without_dropout(self.model):
-            micro_batches = self.micro_batches(batch, num_microbatches)
+            micro_batches = self.micro_batches(batch, num_microbatches, loss=loss)
             self._require_labels(micro_batches)
-            return run_pipeline(self.model, micro_batches)
+            head = loss.bound(self.model.output_head) if loss and self.model.has_last else None
+            result = run_pipeline(self.model, micro_batches, head=head)
+            self._note_metrics(loss, head, result)
+            return result
+
+    def _note_metrics(self, loss: Any, head: Any, result: Result) -> None:
+        """Set `loss_metrics` to the means of the metrics of a loss. head: the loss with the head of
+        this rank's last stage, or None."""
+        names = loss.metrics if loss else ()
+        totals = torch.zeros(len(names), dtype=torch.float64, device=self.ctx.device)
+        if names:
+            if head and head.totals is not None:
+                totals += head.totals
+            all_reduce(totals, self.ctx.token_axis.group)
+            totals = broadcast_from_stage(totals, self.ctx.placement.last_rank, self.ctx)
+        means = (totals / result.labelled.clamp(min=1)).tolist() if names else []
+        self.loss_metrics = dict(zip(names, means, strict=True))
 
     def micro_batches(
-        self, batch: Batch, count: int, step: int | None = None, own_loss: bool = False
+        self,
+        batch: Batch,
+        count: int,
+        step: int | None = None,
+        own_loss: bool = False,
+        loss: Any = None,
     ) -> list[MicroBatch]:
-        """Check the batch of a replica, and split it into `count`. step, own_loss: see
+        """Check the batch of a replica, and split it into `count`. step, own_loss, loss: see
         `train_batch`."""
         self.ctx.require_ranks()
         self.calls += self.model.training
@@ -145,6 +177,8 @@ class TrainingEngine:
             own_loss=own_loss,
             seed=self.model.seed,
             step=self.calls if step is None else step,
+            needs=loss.needs if loss else {},
+            rows_together=loss.rows_together if loss else 1,
         )
 
     def _advise_of_mode(self) -> None:

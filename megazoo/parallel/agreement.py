@@ -57,8 +57,9 @@ class Terms:
 
     def take(self, arguments: Mapping[str, Any]) -> None:
         """Add the arguments of a call: tensors, which are rows, and settings. None and other types,
-        such as functions, are not compared."""
+        such as functions, are not compared, except by their attribute `compared`."""
         for name, value in arguments.items():
+            value = getattr(value, "compared", value)
             if isinstance(value, torch.Tensor):
                 self.rows[name] = fingerprint(value)
             elif value is not None and _is_plain(value) and name not in OWN:

@@ -32,7 +32,7 @@ ORDER = [
     ("families",),
     ("formats",),
     ("models",),
-    ("data", "evaluation", "lora", "planning"),
+    ("data", "evaluation", "lora", "losses", "planning"),
     ("launching",),
     ("trainer",),
     ("cli", "compat", "testing"),

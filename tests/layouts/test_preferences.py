@@ -1,0 +1,155 @@
+"""train_batch(loss=DPO(...)): values and gradients of double precision by hand in every layout, the
+numbers of TRL, and what a loss needs of a batch."""
+
+import copy
+from functools import cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import megazoo
+from megazoo.errors import UserError
+from megazoo.losses import DPO
+from megazoo.testing import Layout
+from tests.support.context_parallel import rows_of_replica
+from tests.support.layouts import MODELS, model_in, parts_of_gradients, short_pieces, sizes_of
+from tests.support.sampling import marked_slow
+from tests.support.training import context, worst_gradient
+
+ROWS, TOKENS, VOCABULARY = 8, 13, 61
+# Losses of TRL 0.26 with beta 0.3: DPOTrainer.dpo_loss, and CPOTrainer.cpo_loss with simpo_gamma
+# 0.5, of these log-probabilities: chosen, rejected, and both under the reference.
+LOGPROBS = [-3.5, -8.25, -1.0], [-4.0, -6.5, -9.0], [-3.0, -9.0, -1.5], [-4.25, -6.0, -5.0]
+TRL = {
+    ("sigmoid", 0.0): [0.8119620084762573, 0.5231232643127441, 0.23050858080387115],
+    ("sigmoid", 0.1): [0.7894619703292847, 0.5606232285499573, 0.3655085861682892],
+    ("hinge", 0.0): [1.225000023841858, 0.625, 0.0],
+    ("ipo", 0.0): [5.840277194976807, 0.17361107468605042, 8.027778625488281],
+    ("simpo", 0.0): [0.8833820819854736, 1.3315993547439575, 0.13938674330711365],
+    ("simpo", 0.1): [0.8483820557594299, 1.2290992736816406, 0.32938674092292786],
+}
+VARIANTS = [DPO(), DPO(variant="ipo", beta=0.4), DPO(variant="simpo", beta=2.0, gamma=0.3)]
+
+
+def batch_of(kind: str) -> dict:
+    """Four pairs: rows of uneven answers after a prompt. The third pair has no labels."""
+    generator = torch.Generator().manual_seed(7)
+    ids = torch.randint(0, VOCABULARY, (ROWS, TOKENS), generator=generator)
+    place = torch.arange(TOKENS).expand(ROWS, TOKENS)
+    ends = torch.tensor([13, 9, 7, 12, 5, 5, 8, 11])[:, None]
+    labels = ids.masked_fill((place < 3) | (place >= ends), -100)
+    labels[4:6] = -100
+    batch = {"input_ids": ids, "labels": labels}
+    if "padding" in kind:
+        batch["attention_mask"] = (place < ends).long()
+    reference = torch.randn(ROWS, generator=generator) - 20
+    return {**batch, "reference": reference}
+
+
+def by_hand(model, batch: dict, loss: DPO) -> tuple[torch.Tensor, dict[str, float]]:
+    """The mean loss and its metrics, in double precision, from all logits."""
+    inputs = {key: value for key, value in batch.items() if key not in ("labels", "reference")}
+    logprobs = model(**inputs).logits.double().log_softmax(-1)[:, :-1]
+    labels = batch["labels"][:, 1:]
+    found = logprobs.gather(-1, labels.clamp(min=0)[..., None])[..., 0] * (labels != -100)
+    sums, counts = found.sum(1), (labels != -100).sum(1)
+    values, before = sums, batch["reference"].double()
+    if loss.variant in ("ipo", "simpo"):
+        values, before = values / counts.clamp(min=1), before / counts.clamp(min=1)
+    if loss.variant != "simpo":
+        values = values - before
+    difference = values[::2] - values[1::2]
+    losses = {
+        "sigmoid": lambda: -F.logsigmoid(loss.beta * difference),
+        "ipo": lambda: (difference - 1 / (2 * loss.beta)) ** 2,
+        "simpo": lambda: -F.logsigmoid(loss.beta * difference - loss.gamma),
+    }[loss.variant]()
+    real = torch.tensor([0, 1, 3])
+    shown = {
+        "margin": loss.beta * difference, "accuracy": (difference > 0).double(),
+        "chosen_reward": loss.beta * values[::2], "rejected_reward": loss.beta * values[1::2],
+        "chosen_logprob": sums[::2], "rejected_logprob": sums[1::2],
+    }  # fmt: skip
+    return losses[real].mean(), {name: each[real].mean().item() for name, each in shown.items()}
+
+
+@cache
+def expected(number: int, kind: str):
+    model = copy.deepcopy(model_in(MODELS["llama"], context())).double()
+    loss, metrics = by_hand(model, batch_of(kind), VARIANTS[number])
+    loss.backward()
+    return loss.item(), metrics, parts_of_gradients(model)
+
+
+def found_in(layout: Layout, kind: str):
+    ctx, results = context(**sizes_of(layout)), []
+    for loss in VARIANTS:
+        model = model_in(MODELS["llama"], ctx)
+        batch = rows_of_replica(batch_of(kind), ctx)
+        if loss.variant == "simpo":
+            del batch["reference"]
+        with short_pieces():
+            how = {"num_microbatches": 4 // ctx.dp_size, "schedule": layout.schedule}
+            value = model.train_batch(**batch, loss=loss, **how)
+        metrics, gradients = model.engine.loss_metrics, parts_of_gradients(model)
+        evaluated = model.eval_batch(**batch, loss=loss, num_microbatches=2)
+        results.append((value.item(), evaluated.item(), metrics, gradients))
+        assert model.engine.loss_metrics == pytest.approx(metrics, rel=1e-5, abs=1e-5)
+    return results
+
+
+LAYOUTS = ["tp1", "cp2", "tp2pp2+sp", "dp2", "tp2", "pp2+zb-h1", "cp2+ulysses", "pp2v2+zb-v"]
+
+
+@pytest.mark.parametrize("kind", ["plain", "padding"])
+@pytest.mark.parametrize("layout", marked_slow(LAYOUTS, lambda number, _: number > 3))
+def test_values_and_gradients_are_those_of_double_precision(ranks, layout, kind):
+    place = Layout.named(layout)
+    results = ranks(found_in, place.ranks, place, kind)
+    for number in range(len(VARIANTS)):
+        loss, metrics, gradients = expected(number, kind)
+        of_ranks = [of_rank[number] for of_rank in results]
+        for value, evaluated, shown, _ in of_ranks:
+            assert [value, evaluated] == pytest.approx([loss, loss], rel=1e-5)
+            assert shown == pytest.approx(metrics, rel=1e-5, abs=1e-5)
+        distance, name = worst_gradient([parts for *_, parts in of_ranks], gradients)
+        assert distance < 1e-5, name
+
+
+@pytest.mark.parametrize(("variant", "smoothing"), TRL)
+def test_the_losses_are_those_of_trl(variant, smoothing):
+    loss = DPO(beta=0.3, variant=variant, label_smoothing=smoothing)
+    chosen, rejected, *before = map(torch.tensor, LOGPROBS)
+    if variant != "simpo":
+        chosen, rejected = chosen - before[0], rejected - before[1]
+    found = loss._losses(chosen - rejected)
+    torch.testing.assert_close(found, torch.tensor(TRL[variant, smoothing]))
+
+
+def test_what_a_loss_needs_is_checked():
+    model, batch = megazoo.from_config(MODELS["gpt2"]), batch_of("plain")
+    reference = batch.pop("reference")
+    for more, line in {
+        (): "the loss needs the tensors reference, and was given none",
+        (("reference", reference), ("other", reference)): "was given reference, other",
+        (("reference", reference[:2]),): r"reference has the shape \[2\]: it must begin with \[8\]",
+        (("reference", reference), ("num_microbatches", 8)): "has 1 rows, but the loss needs a mul",
+    }.items():
+        with pytest.raises(UserError, match=line):
+            model.train_batch(**batch, loss=DPO(), **dict(more))
+    with pytest.raises(UserError, match="needs the tensors none, and was given lables"):
+        model.train_batch(**batch, lables=batch["labels"])
+    with pytest.raises(UserError, match=r"label_smoothing 0\.5 must be below 0\.5"):
+        DPO(label_smoothing=0.5)
+
+
+def other_beta(rank_one: bool):
+    ctx = context(tp=2)
+    model = model_in(MODELS["gpt2"], ctx)
+    with pytest.raises(UserError, match="loss"):
+        model.train_batch(**batch_of("plain"), loss=DPO(beta=0.1 + 0.1 * ctx.tp_rank))
+
+
+def test_ranks_agree_on_the_loss(ranks):
+    ranks(other_beta, 2, True)
