@@ -136,7 +136,7 @@ def summary(run: Run, recorder: Recorder) -> str:
     losses = ", ".join(f"{name} loss {value:.4f}" for name, value in recorder.losses.items())
     lines = [
         f"\n{stopped}trained steps {steps} in {recorder.time()}",
-        f"  {losses}" + ("" if run.labels else " nats per token"),
+        f"  {losses}" + ("" if run.labels or run.loss else " nats per token"),
     ]
     if saved:
         layout = product_of(ctx.tp_size, ctx.pp_size, cp=ctx.cp_size)

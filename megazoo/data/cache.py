@@ -9,8 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from megazoo.data.conversations import only_template
-from megazoo.data.encoding import CONVERSATION, Recipe
-from megazoo.data.formats import given_keys, is_conversation, keys_error, reader_for
+from megazoo.data.encoding import CONVERSATION, PREFERENCE, Recipe
+from megazoo.data.formats import (
+    given_keys,
+    is_conversation,
+    is_preference,
+    keys_error,
+    reader_for,
+)
 from megazoo.data.indexed import IndexedTokens
 from megazoo.data.labels import LABELLED, Labels
 from megazoo.data.preprocess import preprocess
@@ -34,8 +40,9 @@ def cached_tokens(
     """Return the tokens of a text file; create them at the first call.
 
     The result has one entry per key of the recipe: the tokens of paragraphs or texts; the tokens
-    and the loss mask of conversations; or, with labels, the tokens of texts and of paired texts,
-    and the labels. Without labels, the first object of a file determines the kind.
+    and the loss mask of conversations, for preferences of both answers; or, with labels, the tokens
+    of texts and of paired texts, and the labels. Without labels, the first object of a file
+    determines the kind.
 
     The tokens are stored in FILE.tokens, under a name that depends on everything that affects them.
     If several processes of a machine call this at the same time, only one creates the files. rows:
@@ -87,7 +94,8 @@ def _recipe_for(
     if chat_template is None and is_conversation(value):
         tools = None if value.get("tools") in (None, "") else []
         only_template(open_tokenizer(tokenizer), f"the conversations of {path}", tools)
-    keys, template = (CONVERSATION, chat_template) if chats else (TEXT, None)
+    of_examples = PREFERENCE if is_preference(value) else CONVERSATION
+    keys, template = (of_examples, chat_template) if chats else (TEXT, None)
     return Recipe(
         (str(path),), tokenizer, keys, append_eod=not chats, strict=True, chat_template=template
     )

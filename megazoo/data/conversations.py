@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from megazoo.data.formats import Conversation, read_example
+from megazoo.data.formats import Conversation, Example, Preference, read_example
 from megazoo.errors import UserError
 from megazoo.files import read_bytes
 from megazoo.tokenizer.base import Tokenizer, as_text
@@ -94,11 +94,9 @@ def is_jinja(template: str) -> bool:
     return "{%" in template or "{{" in template
 
 
-def encode_conversation(
-    tokenizer: Tokenizer, value: dict, template: str | None
-) -> tuple[list[int], list[int]]:
+def encode_conversation(tokenizer: Tokenizer, value: dict, template: str | None) -> list[list[int]]:
     """Return the token ids of an object in one of the formats of `read_example`, and its loss mask:
-    1 for each id that carries a loss.
+    1 for each id that carries a loss. For a preference, those of both answers.
 
     The ids are those of the whole text, so that an answer is cut as the tokenizer cuts it there; a
     token that prompt and completion share carries a loss. template: Jinja, which decides how the
@@ -109,7 +107,15 @@ def encode_conversation(
     tokens are tokens; those in messages are refused. Raises ValueError or UserError for what can't
     be encoded.
     """
-    example = read_example(value)
+    found = read_example(value)
+    examples = found if isinstance(found, Preference) else [found]
+    return [part for each in examples for part in _encoded(tokenizer, each, template)]
+
+
+def _encoded(
+    tokenizer: Tokenizer, example: Example, template: str | None
+) -> tuple[list[int], list[int]]:
+    """Return the token ids and the loss mask of a conversation, or of a prompt and completion."""
     if chat := isinstance(example, Conversation):
         if template is None:
             template = only_template(tokenizer, "conversations", example.tools)

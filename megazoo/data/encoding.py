@@ -24,6 +24,7 @@ from megazoo.tokenizer import Tokenizer, open_tokenizer
 
 BLANK_LINES = re.compile(rb"\r?\n(?:[^\S\n]*\n)+")  # one or more
 CONVERSATION = ("tokens", "loss_mask")  # the keys of a recipe for conversations
+PREFERENCE = (*CONVERSATION, "rejected", "rejected_mask")  # and for preferences
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ class Recipe:
         inputs: input files, in order.
         tokenizer: name or path of the tokenizer, for `open_tokenizer`.
         keys: keys of the JSON objects. The texts of each key are written to separate files. With
-            CONVERSATION, the objects are fine-tuning data (see `encode_conversation`).
+            CONVERSATION or PREFERENCE, the objects are fine-tuning data (see
+            `encode_conversation`).
         append_eod: append the tokenizer's end-of-document token to each document.
         strict: raise an error for a line without text.
         chat_template: template of conversations, or None.
@@ -113,10 +115,12 @@ class Encoder:
     def _encode_document(self, text: bytes, json_line: bool) -> list[np.ndarray]:
         """Return the tokens of each key of the recipe. Errors of JSON and tokenizers propagate."""
         keys = self.recipe.keys
-        if keys == CONVERSATION:
+        if keys in (CONVERSATION, PREFERENCE):
             value, template = object_of_line(text), self.recipe.chat_template
-            pair = encode_conversation(self.tokenizer, value, template)
-            return [np.array(part, self.dtype) for part in pair]
+            parts = encode_conversation(self.tokenizer, value, template)
+            if len(parts) != len(keys):
+                raise ValueError("preferences can't be in a file with other objects")
+            return [np.array(part, self.dtype) for part in parts]
         if self.recipe.labels:
             return self._encode_labelled(object_of_line(text), self.recipe.labels)
         texts = _texts(text, keys) if json_line else [text.decode()] * len(keys)

@@ -53,11 +53,19 @@ class Completion(NamedTuple):
     completion: str
 
 
+class Preference(NamedTuple):
+    """Two answers to the same prompt."""
+
+    chosen: "Conversation | Completion"
+    rejected: "Conversation | Completion"
+
+
 Example = Conversation | Completion
 
 
-def read_example(value: dict) -> Example:
-    """Convert an object to the conversation, or the prompt and completion, that it contains.
+def read_example(value: dict) -> Example | Preference:
+    """Convert an object to what it contains: a conversation, a prompt and its completion, or a
+    preference.
 
     Raises:
         ValueError: its keys belong to no format of fine-tuning data, or a value is not valid.
@@ -75,7 +83,7 @@ def given_keys(value: dict) -> list[str]:
     return [key for key, part in value.items() if part is not None]
 
 
-def reader_for(keys: Iterable[str]) -> Callable[[dict], Example] | None:
+def reader_for(keys: Iterable[str]) -> Callable[[dict], Example | Preference] | None:
     """Return the function that reads objects with these keys; None if they are texts, or belong to
     no format."""
     found = set(keys)
@@ -85,7 +93,14 @@ def reader_for(keys: Iterable[str]) -> Callable[[dict], Example] | None:
 def is_conversation(value: dict) -> bool:
     """Return whether an object needs a chat template."""
     read = reader_for(given_keys(value))
+    if read is _of_preference:
+        return isinstance(value["chosen"], list)
     return read is not None and (read is not _of_completion or isinstance(value["prompt"], list))
+
+
+def is_preference(value: dict) -> bool:
+    """Return whether an object has an answer that was chosen and one that was rejected."""
+    return reader_for(given_keys(value)) is _of_preference
 
 
 def keys_error(value: dict, *, json_file: bool = True) -> str:
@@ -117,8 +132,6 @@ def _conversion_of_object(value: dict) -> str:
     """Return a filter of jq that converts an object to a known format, with its own keys."""
     names = [key for key in value if SAFE.fullmatch(key)]
     texts = [name for name in names if isinstance(value[name], str)]
-    if {"prompt", "chosen"} <= value.keys():
-        return "{prompt: .prompt, completion: .chosen}"  # preferences
     for name in names:
         each = value[name][0] if isinstance(value[name], list) and value[name] else None
         if isinstance(each, dict) and {"role", "from"} & each.keys():
@@ -188,9 +201,35 @@ def _of_alpaca(value: dict) -> Conversation:
     return Conversation(messages, [True] * len(messages))
 
 
+def _of_preference(value: dict) -> Preference:
+    """Read `chosen` and `rejected`, with or without `prompt`: texts, or lists of messages. Without
+    it, the prompt is what both begin with, as in TRL."""
+    answers = {key: value[key] for key in ("chosen", "rejected")}
+    prompt, kinds = value.get("prompt"), {type(answer) for answer in answers.values()}
+    if kinds not in ({str}, {list}) or (prompt is not None and {type(prompt)} != kinds):
+        raise ValueError("prompt, chosen and rejected must be texts, or lists of messages")
+    if prompt is None:
+        shared = _shared(*answers.values())
+        prompt = answers["chosen"][:shared]
+        answers = {key: answer[shared:] for key, answer in answers.items()}
+    made = (
+        _of_completion({**value, "prompt": prompt, "completion": answer})
+        for answer in answers.values()
+    )
+    return Preference(*made)
+
+
+def _shared(chosen: str | list, rejected: str | list) -> int:
+    """Return the length of what two answers begin with. In texts it ends before a space."""
+    pairs = enumerate(zip(chosen, rejected, strict=False))
+    end = next((n for n, (one, other) in pairs if one != other), min(len(chosen), len(rejected)))
+    return end - 1 if isinstance(chosen, str) and end and chosen[end - 1] == " " else end
+
+
 # The keys that an object must have, and the function that reads it; None for texts. The first
 # format whose keys it has decides.
-FORMATS: tuple[tuple[frozenset[str], Callable[[dict], Example] | None], ...] = (
+FORMATS: tuple[tuple[frozenset[str], Callable[[dict], Example | Preference] | None], ...] = (
+    (frozenset({"chosen", "rejected"}), _of_preference),
     (frozenset({"messages"}), _of_messages),
     (frozenset({"prompt", "completion"}), _of_completion),
     (frozenset({"text"}), None),

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from megazoo.constants import IGNORE_INDEX
 from megazoo.data.order import Blend
+from megazoo.data.preferences import rows_of
 from megazoo.data.samples import LabelledRow, Sample
 from megazoo.errors import UserError
 from megazoo.parallel.context import ParallelContext
@@ -102,7 +103,7 @@ class Batches:
     def __call__(self, consumed: int) -> dict[str, torch.Tensor | int]:
         """Return the batch that follows the first `consumed` samples.
 
-        It is a dictionary with:
+        It is a dictionary with (for preferences, a sample has two rows):
 
         - input_ids, targets: int64 [batch, longest sample], padded on the right. No token attends
           to the padding. With context parallelism, only this rank's chunks.
@@ -122,7 +123,8 @@ class Batches:
         samples = self.blend.samples(first, rows)
         if self.end is not None:
             real = max(0, self.end - first)
-            samples[real:] = map(_unlabelled, samples[real:])
+            samples = [*samples[:real], *map(_unlabelled, rows_of(samples[real:]))]
+        samples = rows_of(samples)
         labelled = isinstance(samples[0], LabelledRow)
         batch: dict[str, Any] = (
             _padded_rows(samples, self.pad_token_id) if labelled else _padded(samples)

@@ -7,6 +7,7 @@ from typing import Any
 from megazoo.data.cache import cached_tokens
 from megazoo.data.checksums import Fingerprint, fingerprint_of
 from megazoo.data.indexed import IndexedTokens
+from megazoo.data.preferences import Preferences
 from megazoo.data.samples import Conversations, LabelledTexts, Vocabulary
 from megazoo.data.sources import Encoding, Opening, Source
 from megazoo.data.text_files import first_object, has_objects, is_text
@@ -79,11 +80,15 @@ class Rows(Source):
             raise UserError(f"{self.name} has no tokens")
         if not more:
             return packed_parts(tokens, opening)
-        (loss_mask,) = more
-        return [
-            Conversations(tokens, loss_mask, *part, length, opening.packing, vocabulary, self.name)
-            for part in opening.ranges(len(tokens.documents) - 1)
-        ]
+        parts: list[Conversations | Preferences] = []
+        for part in opening.ranges(len(tokens.documents) - 1):
+            how = (*part, length, opening.packing, vocabulary, self.name)
+            first, *others = (
+                Conversations(of_rows, mask, *how)
+                for of_rows, mask in zip([tokens, *more[1::2]], more[::2], strict=True)
+            )
+            parts.append(Preferences(first, *others) if others else first)
+        return parts
 
     def fingerprint(self, encoding: Encoding) -> Fingerprint:
         documents = len(self.tokens(encoding)[0].documents) - 1

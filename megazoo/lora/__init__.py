@@ -10,7 +10,17 @@
 megazoo/lora/layers.py describes the mathematics.
 """
 
-from megazoo.lora.calls import add, add_by, has_adapters, load, load_from, merge, save
+from megazoo.lora.calls import add, add_by, has_adapters, load, load_from, merge, off, save
 from megazoo.lora.settings import LoRASettings
 
-__all__ = ["LoRASettings", "add", "add_by", "has_adapters", "load", "load_from", "merge", "save"]
+__all__ = [
+    "LoRASettings",
+    "add",
+    "add_by",
+    "has_adapters",
+    "load",
+    "load_from",
+    "merge",
+    "off",
+    "save",
+]

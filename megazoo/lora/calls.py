@@ -1,8 +1,9 @@
 """Functions that add adapters to a model, and save, load and merge them."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -256,6 +257,34 @@ def merge(model: nn.Module) -> nn.Module:
         model.attached = None
         model.engine.parameters_changed()
     return model
+
+
+@contextmanager
+def off(model: nn.Module) -> Iterator[nn.Module]:
+    """Within this block, the model computes without its adapters, as its base does. All ranks of a
+    replica enter it together.
+
+    Args:
+        model: a model with adapters, or a part of one.
+
+    Raises:
+        UserError: The model has no adapters.
+
+    Example:
+        with torch.no_grad(), megazoo.lora.off(model):
+            reference = model.token_logprobs(ids).sum(dim=1)
+    """
+    if not has_adapters(model):
+        raise UserError("the model has no adapters to turn off: call megazoo.lora.add first")
+    adapted: list[Any] = [m for m in model.modules() if getattr(m, "lora", None) is not None]
+    adapters = [layer.lora for layer in adapted]
+    try:
+        for layer in adapted:
+            layer.lora = None
+        yield model
+    finally:
+        for layer, kept in zip(adapted, adapters, strict=True):
+            layer.lora = kept
 
 
 def has_adapters(model: nn.Module) -> bool:

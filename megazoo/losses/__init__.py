@@ -1,6 +1,22 @@
 """Losses of language models: one file for each. A file of --import registers further ones."""
 
-from megazoo.losses.base import LOSSES, Loss, register_loss
-from megazoo.losses.preferences import DPO
+from typing import TYPE_CHECKING
 
-__all__ = ["DPO", "LOSSES", "Loss", "register_loss"]
+from megazoo.lazy import lazy_attributes
+
+if TYPE_CHECKING:
+    from megazoo.losses.base import Loss, register_loss
+    from megazoo.losses.preferences import DPO
+    from megazoo.losses.reference import reference_logprobs
+
+__getattr__, __dir__ = lazy_attributes(
+    __name__,
+    {
+        "DPO": "megazoo.losses.preferences",
+        "Loss": "megazoo.losses.base",
+        "reference_logprobs": "megazoo.losses.reference",
+        "register_loss": "megazoo.losses.base",
+    },
+)
+
+__all__ = ["DPO", "Loss", "reference_logprobs", "register_loss"]

@@ -8,6 +8,7 @@ import torch
 
 from megazoo.constants import IGNORE_INDEX
 from megazoo.engine.microbatch import MicroBatch
+from megazoo.losses.options import LOSS_OPTIONS
 from megazoo.models.outputs import LanguageModelHead, OutputHead
 from megazoo.parallel.collectives import all_reduce
 from megazoo.parallel.regions import reduce_from_context
@@ -115,7 +116,7 @@ def register_loss(name: str) -> Callable[[Class], Class]:
     """
 
     def register(loss: Class) -> Class:
-        LOSSES[name] = loss
+        LOSSES[name] = LOSS_OPTIONS[name] = loss
         return loss
 
     return register

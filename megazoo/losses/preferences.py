@@ -9,11 +9,12 @@ import torch.nn.functional as F
 from megazoo.engine.microbatch import MicroBatch
 from megazoo.errors import check_number
 from megazoo.losses.base import Loss, register_loss
+from megazoo.losses.options import DPOOptions
 
 
 @register_loss("dpo")
 @dataclass(kw_only=True)
-class DPO(Loss):
+class DPO(DPOOptions, Loss):
     """Direct preference optimization (Rafailov et al. 2023), with the variants of TRL.
 
     Rows alternate: an answer that was chosen, and one that was rejected, each after the same
@@ -30,15 +31,6 @@ class DPO(Loss):
         "margin", "accuracy", "chosen_reward", "rejected_reward", "chosen_logprob",
         "rejected_logprob",
     )  # fmt: skip
-
-    beta: float = 0.1
-    """Strength with which the model is held to the reference."""
-    variant: Literal["sigmoid", "hinge", "ipo", "simpo"] = "sigmoid"
-    """Form of the loss."""
-    label_smoothing: float = 0.0
-    """Probability that a preference is wrong (cDPO), with sigmoid and simpo."""
-    gamma: float = 0.5
-    """Margin of the rewards, with simpo."""
 
     def __post_init__(self):
         check_number("beta", self.beta, 0)

@@ -1,5 +1,7 @@
 """Build the model and the optimizer of a run, and train."""
 
+import math
+from collections import Counter
 from contextlib import closing
 
 import torch
@@ -19,6 +21,7 @@ from megazoo.trainer.adapters import add_adapters, note_on_trained
 from megazoo.trainer.classifier import measures_of
 from megazoo.trainer.data import Data, open_data, take_along_tokenizer
 from megazoo.trainer.optimizer import make_optimizer
+from megazoo.trainer.preferences import Reference
 from megazoo.trainer.recorder import Recorder
 from megazoo.trainer.run import Run
 
@@ -69,22 +72,22 @@ def train_steps(run: Run, model: Model, optimizer: AdamW, data: Data, recorder: 
     """Train until the last step, or until a signal stops the run."""
     workers, schedule = run.options.data.data_workers, run.options.parallel.schedule
     micro, lr_schedule = run.options.training.micro_batch_size, run.lr_schedule
-    starts = run.batch_starts
+    starts, loss, reference = run.batch_starts, run.loss, Reference(run, model)
     with closing(data.training.ahead(starts, workers)) as batches:
         for step, start in enumerate(starts, run.first_step + 1):
             with Stopwatch(model.ctx.device) as watch:
                 with spent("data"):
                     batch, tokens = next(batches), data.training.tokens(start)
                 microbatches = data.training.rows_after(start) // micro
-                loss = model.train_batch(
-                    **batch, num_microbatches=microbatches, schedule=schedule, step=step
-                )
+                named = reference(batch, microbatches)
+                how = {"num_microbatches": microbatches, "schedule": schedule, "step": step}
+                mean = model.train_batch(**batch, **named, loss=loss, **how)
                 optimizer.lr = lr_schedule.rate(step)
                 with spent("optimizer"):
                     norm = optimizer.step()
                     # The only synchronization with a GPU per step.
-                    loss, norm = torch.stack([loss, norm.to(loss.device)]).tolist()
-            recorder.log_step(step, loss, norm, tokens, watch)
+                    mean, norm = torch.stack([mean, norm.to(mean.device)]).tolist()
+            recorder.log_step(step, mean, norm, tokens, watch)
 
             # Before the evaluations, which can last longer than a signal waits.
             if recorder.stop_requested() or run.saves_at(step):
@@ -92,7 +95,8 @@ def train_steps(run: Run, model: Model, optimizer: AdamW, data: Data, recorder: 
             due = {"validation": run.validates_at(step), "test": run.tests_at(step)}
             for name in filter(due.get, due):
                 if not recorder.stopped_by:
-                    result = evaluate(run, model, getattr(data, name), name, recorder)
+                    batches = getattr(data, name)
+                    result = evaluate(run, model, batches, name, recorder, reference)
                     if result:
                         recorder.log_evaluation(step, name, *result)
                     else:
@@ -105,16 +109,22 @@ def train_steps(run: Run, model: Model, optimizer: AdamW, data: Data, recorder: 
 
 
 def evaluate(
-    run: Run, model: Model, batches: Batches, name: str, recorder: Recorder
+    run: Run,
+    model: Model,
+    batches: Batches,
+    name: str,
+    recorder: Recorder,
+    reference: Reference,
 ) -> tuple[float, dict[str, float]] | None:
-    """Return the mean loss over at most --eval-steps batches, and the measures of a classifier.
-    None if a signal stops the run.
+    """Return the mean loss over at most --eval-steps batches, and further measures. None if a
+    signal stops the run.
 
-    The loss is in nats per labelled token; for a classifier, it is the mean over the rows. name: of
-    the data, for the progress lines.
+    The loss is in nats per labelled token; for a classifier, it is the mean over the rows. The
+    measures are those of a classifier, the metrics of the loss, or the perplexity. name: of the
+    data, for the progress lines. reference: of preferences.
     """
-    starts = batches.starts(run.options.evaluation.eval_steps)
-    total, count, tally = 0.0, 0.0, Tally()
+    starts, loss = batches.starts(run.options.evaluation.eval_steps), run.loss
+    total, count, tally, metrics = 0.0, 0.0, Tally(), Counter()
     with (
         closing(batches.ahead(starts, run.options.data.data_workers)) as built,
         count_bar(len(starts), name, "batches") as bar,
@@ -127,9 +137,16 @@ def evaluate(
                 mean, labelled, found = evaluate_rows(model, **batch, num_microbatches=microbatches)
                 tally += found
             else:
-                mean, labelled = model.eval_batch(
-                    **batch, num_microbatches=microbatches, return_count=True
-                )
+                named = reference(batch, microbatches)
+                how = {"num_microbatches": microbatches, "return_count": True}
+                mean, labelled = model.eval_batch(**batch, **named, loss=loss, **how)
+                weight = labelled.item()
+                metrics.update({k: v * weight for k, v in model.engine.loss_metrics.items()})
             total, count = total + mean.item() * labelled.item(), count + labelled.item()
             bar.update()
-    return total / max(count, 1), measures_of(tally, run.labels) if run.labels else {}
+    mean, count = total / max(count, 1), max(count, 1)
+    if run.labels:
+        return mean, measures_of(tally, run.labels)
+    if loss:
+        return mean, {name: value / count for name, value in metrics.items()}
+    return mean, {"perplexity": math.exp(min(mean, 700.0))}

@@ -23,7 +23,8 @@ from typing import (
 import tyro
 
 from megazoo.environment import world_size
-from megazoo.optim.learning_rate import LR_SCHEDULES, LRSchedule, own_options
+from megazoo.losses.options import LOSS_OPTIONS
+from megazoo.optim.learning_rate import LR_SCHEDULES, own_options
 from megazoo.parallel.layout import Layout
 from megazoo.parallel.schedule import SCHEDULES
 from megazoo.settings import (
@@ -72,12 +73,19 @@ class Part(NamedTuple):
 def parts_of(group: str) -> dict[str, Part]:
     """Return the settings of registered parts, by name. They are None by default.
 
-    group: logging, for the flags of outputs; optimizer, for the options of learning-rate schedules.
+    group: logging, for the flags of outputs; optimizer, for the options of learning-rate schedules;
+    loss, for those of losses, with the name of the loss.
     """
     if group == "logging":
         return {name: _of_output(output) for name, output in OUTPUTS.items()}
+    if group == "loss":
+        return {
+            f"{name}_{f.name}": _of_field(f"--loss {name}", options, f.name)
+            for name, options in LOSS_OPTIONS.items()
+            for f in fields(options)
+        }
     return {
-        option: _of_schedule(name, schedule, option)
+        option: _of_field(f"--lr-schedule {name}", schedule, option)
         for name, schedule in LR_SCHEDULES.items()
         for option in own_options(schedule)
     }
@@ -91,15 +99,16 @@ def _of_output(output: type[Output]) -> Part:
     return Part(kind, lambda: inspect.getdoc(output) or "")
 
 
-def _of_schedule(name: str, schedule: type[LRSchedule], option: str) -> Part:
-    """Return the setting of an option of a learning-rate schedule."""
-    kind = get_type_hints(schedule, include_extras=True)[option]
-    default = schedule.__dataclass_fields__[option].default
-    bare, *declared = get_args(kind) if get_origin(kind) is Annotated else (kind,)
-    kind = Annotated[bare | None, unset(metavar_of(bare), str(default))]
+def _of_field(part: str, kind: type, option: str) -> Part:
+    """Return the setting of an option of a registered part. part: the flag that selects it. kind: a
+    dataclass with the option."""
+    hint = get_type_hints(kind, include_extras=True)[option]
+    default = kind.__dataclass_fields__[option].default
+    bare, *declared = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+    made = Annotated[bare | None, unset(metavar_of(bare), str(default))]
     for each in declared:
-        kind = Annotated[kind, each]
-    return Part(kind, lambda: f"With --lr-schedule {name}: {texts_of(schedule)[option]}")
+        made = Annotated[made, each]
+    return Part(made, lambda: f"With {part}: {texts_of(kind)[option]}")
 
 
 def with_parts(group: str) -> Callable[[type], type]:
@@ -122,7 +131,7 @@ def with_registered(kind: type) -> type:
     kind: `Options` or a subclass.
     """
     groups = {}
-    for name in ("logging", "optimizer"):
+    for name in ("logging", "optimizer", "loss"):
         group: Any = kind.__dataclass_fields__[name].default_factory
         new = {key: part for key, part in parts_of(name).items() if key not in settings_of(group)}
         if new:
@@ -542,6 +551,32 @@ class OptimizerOptions:
 
 
 @dataclass
+@with_parts("loss")
+class LossOptions:
+    """The loss to train with."""
+
+    ABOUT: ClassVar = about(kept=True, agreed=True)
+
+    loss: Annotated[
+        str, unset("{lm,dpo,...}", "lm"), about(choices=lambda: ["lm", *LOSS_OPTIONS])
+    ] = "lm"
+    """Loss: one of these, or one that --import registers. lm: the cross-entropy of the next token.
+    dpo: direct preference optimization, on data with chosen and rejected answers; batch sizes count
+    pairs."""
+    reference: Annotated[File, about(kept=False, agreed=False)] = None
+    """Model that preferences are compared with, in the same layout: as --load. With adapters it is
+    the model without them."""
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The given options of the loss, by the names of its fields."""
+        values = {name: getattr(self, name) for name in parts_of("loss")}
+        own = {name: value for name, value in values.items() if name.startswith(f"{self.loss}_")}
+        given = {name: value for name, value in own.items() if value is not None}
+        return {name.removeprefix(f"{self.loss}_"): value for name, value in given.items()}
+
+
+@dataclass
 class DataOptions:
     """Training data."""
 
@@ -710,10 +745,8 @@ class Options:
         "pp",
         "lora_rank",
     )
-    data: Annotated[
-        tyro.conf.OmitArgPrefixes[DataOptions],
-        about(samples=True, megatron="data-path", trainer="train-file; dataset-name (files)"),
-    ] = field(default_factory=DataOptions)
+    data: tyro.conf.OmitArgPrefixes[DataOptions] = field(default_factory=DataOptions)
+    loss: tyro.conf.OmitArgPrefixes[LossOptions] = field(default_factory=LossOptions)
     training: tyro.conf.OmitArgPrefixes[TrainingOptions] = field(default_factory=TrainingOptions)
     checkpoint: tyro.conf.OmitArgPrefixes[CheckpointOptions] = field(
         default_factory=CheckpointOptions

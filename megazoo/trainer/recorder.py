@@ -133,21 +133,17 @@ class Recorder:
         self._check_convergence(loss, norm)
         self._call("on_step", step, self._values(loss, norm, tokens, watch))
 
-    def log_evaluation(
-        self, step: int, name: str, loss: float, measures: dict[str, float] | None = None
-    ) -> None:
+    def log_evaluation(self, step: int, name: str, loss: float, measures: dict[str, float]) -> None:
         """Record an evaluation after a step.
 
         Args:
             step: number of the step.
             name: validation or test.
             loss: loss of the evaluation.
-            measures: further metrics of a classifier. For a language model the perplexity is
-                recorded instead.
+            measures: further metrics.
         """
         self.losses[name] = loss
-        found = measures if self.run.labels else {"perplexity": math.exp(min(loss, 700.0))}
-        values = {"loss": loss, **(found or {})}
+        values = {"loss": loss, **measures}
         self._call("on_evaluation", step, {f"{KEYS[name]}_{key}": v for key, v in values.items()})
 
     def time(self) -> str:
@@ -220,6 +216,7 @@ class Recorder:
         }
         if self.peak:
             values["mfu"] = speed / self.peak
+        values |= self.model.engine.loss_metrics
         for name, mean in self.model.engine.auxiliary_losses.items():
             values[f"auxiliary_{name}"] = mean.item()
         if loads := expert_loads(self.model) if self.counts_experts else {}:

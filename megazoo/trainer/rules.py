@@ -4,6 +4,7 @@ from dataclasses import fields, replace
 
 from megazoo.checkpoint.locks import run_lock
 from megazoo.checkpoint.places import is_step_name
+from megazoo.data.formats import is_preference
 from megazoo.data.sources import names_in, source_named
 from megazoo.engine.auxiliary import check_joint_losses, declared_losses
 from megazoo.errors import UserError, any_of
@@ -22,6 +23,7 @@ from megazoo.trainer.batch_sizes import BatchSizes
 from megazoo.trainer.options import ModelOptions, Options, parts_of
 from megazoo.trainer.outputs import OUTPUTS
 from megazoo.trainer.outputs.base import check_output, check_writable
+from megazoo.trainer.preferences import loss_of
 
 LABELS = ("num_labels", "problem_type", "pad_token_id")  # fields of a classifier's config
 
@@ -173,6 +175,7 @@ def check_run(
             f"tokenizer {tokenizer.source}, {tokenizer.vocab_size} tokens: use --vocab-size "
             f"{tokenizer.vocab_size}"
         )
+    _check_loss(options, config, weights)
     if options.evaluation.eval_tasks:
         _check_tasks(options, config)
     _check_outputs(options)
@@ -211,6 +214,30 @@ def _check_weights_stay(options: Options, weights: Weights) -> None:
                     f"--save {save} contains the weights that this run starts from: choose another "
                     "directory"
                 )
+
+
+def _check_loss(options: Options, config, weights: Weights) -> None:
+    """Raise UserError if the loss does not fit the model, the data or the adapters."""
+    loss, name = loss_of(options), options.loss.loss
+    rows = {data: source_named(data).first_row() for data in names_in(options.data.data)}
+    pairs = {data for data, row in rows.items() if row and is_preference(row[1])}
+    wanted = bool(loss) and loss.rows_together == 2
+    if wrong := next((data for data in rows if (data in pairs) != wanted), None):
+        has = "has preferences" if wrong in pairs else "has no chosen and rejected answers"
+        use = "use --loss dpo" if wrong in pairs else "use other data, or --loss lm"
+        raise UserError(f"--loss {name} can't be computed from {wrong}, which {has}: {use}")
+    if not loss:
+        return
+    if config.num_labels:
+        raise UserError(f"--loss {name} needs a language model, and this is a classifier")
+    if options.data.packing:
+        raise UserError(f"--packing cannot be used with --loss {name}: remove --packing")
+    has_adapters = weights.settings or options.lora.lora_load
+    if "reference" in loss.needs and not has_adapters and not options.loss.reference:
+        raise UserError(
+            f"--loss {name} needs a reference: train adapters (--lora-rank), or pass the model to "
+            "compare with, such as that of --load, with --reference"
+        )
 
 
 def _check_tasks(options: Options, config) -> None:

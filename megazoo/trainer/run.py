@@ -11,6 +11,7 @@ from megazoo.data.dataset import Sources
 from megazoo.data.labels import Labels
 from megazoo.environment import restarts, world_size
 from megazoo.formats.source import ModelSource
+from megazoo.losses import Loss
 from megazoo.optim.learning_rate import LRSchedule, lr_schedule
 from megazoo.parallel.agreement import Terms
 from megazoo.parallel.device import choose_device
@@ -20,6 +21,7 @@ from megazoo.trainer.adapters import Weights
 from megazoo.trainer.batch_sizes import BatchSizes
 from megazoo.trainer.defaults import FEW_STEPS, Defaults, fit_to_rows
 from megazoo.trainer.options import DataOptions, Options, default_dtype
+from megazoo.trainer.preferences import loss_of
 from megazoo.trainer.record import InputFile
 from megazoo.trainer.rules import check_steps, settle_steps
 
@@ -79,6 +81,11 @@ class Run(Settings):
     def first_step(self) -> int:
         """The number of steps before this start; 0 for a new run."""
         return self.state["step"]
+
+    @property
+    def loss(self) -> Loss | None:
+        """The loss; None for the cross-entropy."""
+        return loss_of(self.options)
 
     @property
     def batch_sizes(self) -> BatchSizes:

@@ -77,7 +77,7 @@ def test_a_record_can_name_no_output():
     settings = described(Options)
     paths = {name for name, kind in kinds_of(Options).items() if _is_path(kind)}
     assert {"save", "metrics", "record", "profile", "tensorboard", "config"} <= paths
-    assert {name for name in paths if settings[name].result} == {"load", "lora_load"}
+    assert {name for name in paths if settings[name].result} == {"load", "lora_load", "reference"}
     outputs = {name for name, setting in settings.items() if setting.output}
     assert outputs == {"save", "record", "profile"} | OUTPUTS.keys()
     assert not any(settings[name].result for name in outputs)

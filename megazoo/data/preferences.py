@@ -1,0 +1,54 @@
+"""Pairs of answers to the same prompt, of which one was chosen and one rejected."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from megazoo.data.samples import Conversations, Sample
+
+
+class Pair(NamedTuple):
+    """A sample of preferences: two rows, each with the prompt."""
+
+    chosen: Sample
+    rejected: Sample
+
+
+class Preferences:
+    """Pairs of conversations. A pair of which one answer is truncated completely is dropped.
+
+    Args:
+        chosen, rejected: the conversations with the chosen and with the rejected answers, of the
+            same range of rows, without packing.
+
+    Attributes:
+        cut: number of truncated conversations, including those of dropped pairs.
+        needed, complete: see `Conversations`.
+    """
+
+    def __init__(self, chosen: Conversations, rejected: Conversations):
+        self.chosen, self.rejected = chosen, rejected
+        _, first, second = np.intersect1d(
+            chosen.numbers, rejected.numbers, assume_unique=True, return_indices=True
+        )
+        self.places = np.stack([first, second], axis=1)
+        self.cut = chosen.cut + rejected.cut
+        self.needed = sorted(chosen.needed + rejected.needed)
+        self.complete = sorted(chosen.complete + rejected.complete)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, index: int) -> Pair:
+        first, second = self.places[index]
+        return Pair(self.chosen[first], self.rejected[second])
+
+    def tokens_of(self, index: int) -> int:
+        """Return the number of tokens of both rows, without padding."""
+        first, second = self.places[index]
+        return self.chosen.tokens_of(first) + self.rejected.tokens_of(second)
+
+
+def rows_of(samples: list) -> list:
+    """Return the rows of samples: both of a pair, in order."""
+    return [row for sample in samples for row in (sample if isinstance(sample, Pair) else [sample])]

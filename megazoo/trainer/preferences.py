@@ -1,0 +1,61 @@
+"""The loss of a run, and the reference that preferences are compared with."""
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megazoo import lora
+from megazoo.errors import UserError
+from megazoo.losses import Loss, reference_logprobs
+from megazoo.losses.base import LOSSES
+from megazoo.models.base import Model
+from megazoo.models.pretrained import load_weights, open_source
+from megazoo.settings import flag_of
+from megazoo.trainer.options import Options, parts_of
+
+if TYPE_CHECKING:
+    from megazoo.trainer.run import Run
+
+
+def loss_of(options: Options) -> Loss | None:
+    """Return the loss of a run; None for the cross-entropy. UserError for an option of another
+    loss."""
+    chosen = options.loss
+    for name in parts_of("loss"):
+        if options.values[name] is not None and not name.startswith(f"{chosen.loss}_"):
+            flag = flag_of(name)
+            raise UserError(f"{flag} cannot be used with --loss {chosen.loss}: remove {flag}")
+    if chosen.loss == "lm":
+        return None
+    import_built_in()
+    return LOSSES[chosen.loss](**chosen.given)
+
+
+def import_built_in() -> None:
+    """Register the losses of megazoo."""
+    import megazoo.losses.preferences  # noqa: F401
+
+
+class Reference:
+    """What a loss needs of a reference, for each batch of a run.
+
+    The reference is the model without its adapters, or the model of --reference.
+    """
+
+    def __init__(self, run: "Run", model: Model):
+        self.is_needed = run.loss is not None and "reference" in run.loss.needs
+        self.model: Any = model
+        self.off: Any = lora.off if model.attached else nullcontext
+        if self.is_needed and not model.attached:
+            source = open_source(str(run.options.loss.reference))
+            self.model = source.model.empty(source.config, model.ctx, dtype=model.dtype)
+            load_weights(source, self.model)
+            self.model.eval().requires_grad_(False)
+
+    def __call__(self, batch: dict[str, Any], microbatches: int) -> dict[str, torch.Tensor]:
+        """Return the named tensors of a batch; {} if the loss needs none."""
+        if not self.is_needed:
+            return {}
+        with self.off(self.model):
+            return reference_logprobs(self.model, num_microbatches=microbatches, **batch)
