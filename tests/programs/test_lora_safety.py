@@ -168,6 +168,17 @@ def test_what_is_evaluated_is_not_written_over(rows, monkeypatch, capsys):
         code, _, error = run_main(evaluate, monkeypatch, capsys, *words)
         assert (code, rows.read_bytes()) == (2, before)
         assert error.endswith(f"--output: {output} is the input file: use another name\n")
+    mistakes = {
+        ("--text", rows, "--logprobs", link): f"--logprobs: {link} is the input file: use another",
+        ("--text", rows, "--logprobs", "a", "--output", "a"): "a is the file of --output: use",
+        ("--choices", rows, "--logprobs", "a"): "--logprobs needs --text",
+        ("--text", rows, "--top-k", 3): "--top-k needs --logprobs",
+        ("--text", rows, "--logprobs", "a", "--top-k", -1): "--top-k -1 must be 0 or more",
+    }
+    for words, expected in mistakes.items():
+        code, _, error = run_main(evaluate, monkeypatch, capsys, "x", *words)
+        assert (code, rows.read_bytes()) == (2, before)
+        assert expected in error
 
 
 @pytest.fixture(scope="module")
