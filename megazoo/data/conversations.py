@@ -94,9 +94,19 @@ def is_jinja(template: str) -> bool:
     return "{%" in template or "{{" in template
 
 
-def encode_conversation(tokenizer: Tokenizer, value: dict, template: str | None) -> list[list[int]]:
+def encode_parts(tokenizer: Tokenizer, value: dict, template: str | None) -> list[list[int]]:
+    """Return the token ids and the loss mask of an object; for a preference, those of both answers.
+    The arguments and errors are those of `encode_conversation`."""
+    found = read_example(value)
+    examples = found if isinstance(found, Preference) else [found]
+    return [part for each in examples for part in _encoded(tokenizer, each, template)]
+
+
+def encode_conversation(
+    tokenizer: Tokenizer, value: dict, template: str | None
+) -> tuple[list[int], list[int]]:
     """Return the token ids of an object in one of the formats of `read_example`, and its loss mask:
-    1 for each id that carries a loss. For a preference, those of both answers.
+    1 for each id that carries a loss.
 
     The ids are those of the whole text, so that an answer is cut as the tokenizer cuts it there; a
     token that prompt and completion share carries a loss. template: Jinja, which decides how the
@@ -107,9 +117,10 @@ def encode_conversation(tokenizer: Tokenizer, value: dict, template: str | None)
     tokens are tokens; those in messages are refused. Raises ValueError or UserError for what can't
     be encoded.
     """
-    found = read_example(value)
-    examples = found if isinstance(found, Preference) else [found]
-    return [part for each in examples for part in _encoded(tokenizer, each, template)]
+    example = read_example(value)
+    if isinstance(example, Preference):
+        raise ValueError("it is a preference, not a conversation")
+    return _encoded(tokenizer, example, template)
 
 
 def _encoded(

@@ -14,10 +14,11 @@ from megazoo.data import (
 )
 from megazoo.data.conversations import as_jinja
 from megazoo.data.fingerprint import positions_in
-from megazoo.data.formats import is_conversation
+from megazoo.data.formats import is_conversation, is_preference
 from megazoo.data.sources import source_named
 from megazoo.engine.auxiliary import counts_tokens
 from megazoo.environment import is_rank_zero
+from megazoo.errors import UserError
 from megazoo.models.base import Model
 from megazoo.parallel.collectives import broadcast_from_stage
 from megazoo.sidecars import GENERATION, is_sidecar
@@ -37,10 +38,26 @@ class Data(NamedTuple):
 
 
 def prepare_inputs(run: Run) -> None:
-    """Tokenize texts without cached tokens. For --record, also compute the files' checksums."""
+    """Check that the data fits the loss, and tokenize texts without cached tokens. For --record,
+    also compute the files' checksums."""
+    _check_data_of_loss(run)
     prepare_datasets(run.sources, run.tokenizer, run.options.data.chat_template, run.labels)
     if run.options.logging.record:
         run.files = checksums(inputs_of(run))
+
+
+def _check_data_of_loss(run: Run) -> None:
+    """Raise UserError if the loss needs preferences and a source has none, or the reverse."""
+    for source in map(source_named, run.sources.names):
+        row = source.first_row()
+        has_pairs = row is not None and is_preference(row[1])
+        if has_pairs != (run.loss is not None and run.loss.rows_together == 2):
+            has = "has preferences" if has_pairs else "has no chosen and rejected answers"
+            use = "use --loss dpo" if has_pairs else "use other data, or --loss lm"
+            name = run.options.loss.loss
+            raise UserError(
+                f"--loss {name} can't be computed from {source.name}, which {has}: {use}"
+            )
 
 
 def open_data(run: Run, model: Model) -> Data:

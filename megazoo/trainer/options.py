@@ -334,11 +334,7 @@ class TrainingOptions:
         ),
     ] = TO_FILL
     """Sequences per optimizer step, over all replicas and micro-batches."""
-    rampup_batch_size: Annotated[
-        tuple[int, ...],
-        unset("START INCREMENT SAMPLES", "none"),
-        about(megatron="rampup-batch-size"),
-    ] = ()
+    rampup_batch_size: Annotated[tuple[int, ...], unset("START INCREMENT SAMPLES", "none")] = ()
     """Raise the global batch size linearly from START to --global-batch-size, by INCREMENT at a
     time, over the first SAMPLES samples."""
     micro_batch_size: Annotated[

@@ -83,7 +83,7 @@ def connect(run: Run) -> ParallelContext:
     Raises:
         UserError: The settings of the ranks differ, or would start after different steps.
     """
-    if needs_preparation(run.sources) or run.options.logging.record:
+    if needs_preparation(run.sources) or run.options.logging.record or run.loss:
         # before any rank waits in a collective, which ends after --timeout
         _store = after_rank_zero(lambda: prepare_inputs(run))
     parallel = run.options.parallel

@@ -4,7 +4,6 @@ from dataclasses import fields, replace
 
 from megazoo.checkpoint.locks import run_lock
 from megazoo.checkpoint.places import is_step_name
-from megazoo.data.formats import is_preference
 from megazoo.data.sources import names_in, source_named
 from megazoo.engine.auxiliary import check_joint_losses, declared_losses
 from megazoo.errors import UserError, any_of
@@ -217,15 +216,8 @@ def _check_weights_stay(options: Options, weights: Weights) -> None:
 
 
 def _check_loss(options: Options, config, weights: Weights) -> None:
-    """Raise UserError if the loss does not fit the model, the data or the adapters."""
+    """Raise UserError if the loss does not fit the model or the adapters."""
     loss, name = loss_of(options), options.loss.loss
-    rows = {data: source_named(data).first_row() for data in names_in(options.data.data)}
-    pairs = {data for data, row in rows.items() if row and is_preference(row[1])}
-    wanted = bool(loss) and loss.rows_together == 2
-    if wrong := next((data for data in rows if (data in pairs) != wanted), None):
-        has = "has preferences" if wrong in pairs else "has no chosen and rejected answers"
-        use = "use --loss dpo" if wrong in pairs else "use other data, or --loss lm"
-        raise UserError(f"--loss {name} can't be computed from {wrong}, which {has}: {use}")
     if not loss:
         return
     if config.num_labels:

@@ -61,6 +61,7 @@ HEADINGS = {
     "TrainingOptions": "Steps, batch size, precision",
     "LoRAOptions": "LoRA",
     "OptimizerOptions": "Optimizer and learning rate",
+    "LossOptions": "Loss",
     "DataOptions": "Data and tokenizer",
     "CheckpointOptions": "Checkpoints",
     "EvaluationOptions": "Evaluation",

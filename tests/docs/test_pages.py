@@ -54,6 +54,8 @@ DRAW = random.Random(commit_seed())
 HALF = {DRAW.choice(WITH_PROGRAMS[n : n + 2]) for n in range(0, len(WITH_PROGRAMS), 2)}
 # Those of Slurm, pip and hf, and of Megatron-LM in an example of a refusal.
 FOREIGN = {
+    "--loss-table",  # of parts that pages register
+    "--lr-timescale",
     "--index-url",
     "--no-deps",
     "--no-index",

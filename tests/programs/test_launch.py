@@ -42,6 +42,8 @@ def dies(ctx):
     time.sleep(60)
 
 def leaves(ctx):
+    if ctx.rank:
+        time.sleep(60)
     sys.exit(3)
 
 def interrupts(ctx):

@@ -211,9 +211,8 @@ MISTAKES = {
     '{messages: ."dialog"}': {"dialog": TALK},
     'objects | ."data"[]': {"version": "1", "data": [{"messages": TALK}]},
     "jq -c '{messages: .}'": TALK[0],
-    "objects | {prompt: .prompt, completion: .chosen}'": {
-        "prompt": TALK[:1], "chosen": TALK[1:2], "rejected": TALK[3:],
-    },
+    "it is a preference, not a conversation": {"chosen": TALK[1:2], "rejected": TALK[3:]},
+    "prompt, chosen and rejected must be texts, or lists": {"chosen": "a", "rejected": TALK},
     'user", content: ."instruction"}, {role: "assistant", content: ."response"}': {
         "instruction": "a", "context": "x", "response": "b", "category": "qa",
     },
@@ -457,3 +456,33 @@ def test_a_conversation_needs_a_template(tmp_path):
     ids, _ = encode_conversation(tokenizer, {"messages": TALK}, template_of("chatml", tokenizer))
     said = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n"
     assert bytes(ids[:-1]).decode().startswith(said)
+
+
+TEXTS = {"prompt": "a b", "chosen": " c d", "rejected": " c e"}
+
+
+@pytest.mark.parametrize(
+    ("value", "prompt", "answers"),
+    [
+        (TEXTS, "a b", (" c d", " c e")),
+        ({"chosen": "a b c d", "rejected": "a b c e"}, "a b c", (" d", " e")),
+        ({"chosen": "ab", "rejected": "ac"}, "a", ("b", "c")),
+        ({"chosen": "ab", "rejected": "ab c"}, "ab", ("", " c")),
+    ],
+)
+def test_preferences_of_texts_have_the_prompt_that_both_begin_with(value, prompt, answers):
+    found = read_example(value)
+    assert [each.prompt for each in found] == [prompt] * 2
+    assert tuple(each.completion for each in found) == answers
+
+
+def test_preferences_of_messages_have_a_loss_on_the_answers_only():
+    good, bad = ({"role": "assistant", "content": text} for text in ("good", "bad"))
+    asked = [{"role": "user", "content": "q"}]
+    for value in (
+        {"prompt": asked, "chosen": [good], "rejected": [bad]},
+        {"chosen": [*asked, good], "rejected": [*asked, bad]},
+    ):
+        found = read_example(value)
+        assert [each.messages for each in found] == [[*asked, good], [*asked, bad]]
+        assert [each.trained for each in found] == [[False, True]] * 2

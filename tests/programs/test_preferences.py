@@ -1,0 +1,144 @@
+"""--loss dpo: training on preferences in several layouts, with adapters off or another model as the
+reference."""
+
+import json
+import math
+
+import pytest
+import torch
+
+import megazoo
+from megazoo import pretrain
+from megazoo.errors import UserError
+from megazoo.losses import DPO
+from tests.support.pretraining import records
+from tests.support.training import context
+
+SIZES = (
+    "--hidden-size 32 --heads 4 --layers 2 --max-positions 48 --seq-length 48 --device cpu "
+    "--micro-batch-size 1 --global-batch-size 4 --log-interval 1"
+).split()
+RUN = (
+    "--loss dpo --split 50,50 --eval-steps 2 --lr 2e-3 --warmup-steps 1 --lr-decay-steps 4".split()
+)
+KEYS = ("loss", "grad_norm", "margin", "accuracy", "chosen_logprob")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    root = tmp_path_factory.mktemp("preferences")
+    words = ["2 + 2 =", "The sky is", "One, two,", "Say hello:"]
+    rows = [
+        {"prompt": f"{n}. {word}", "chosen": " yes" + "." * (n % 3), "rejected": " no, never" * 2}
+        for n in range(5)
+        for word in words
+    ]
+    (root / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (root / "texts.jsonl").write_text('{"text": "no preferences here"}\n' * 9)
+    base = ["--data", "mock", "--tokenizer", "byte", "--vocab-size", "257", "--eval-steps", "0"]
+    pretrain.main([*SIZES, *base, "--steps", "1", "--save", str(root / "base")])
+    return root
+
+
+def job(files, *words) -> list[str]:
+    data = ["--data", str(files / "pairs.jsonl"), "--tokenizer", "byte"]
+    start = ["--load", str(files / "base"), "--load-weights-only"]
+    return [*SIZES[-8:], "--seq-length", "48", *RUN, *data, *start, *map(str, words)]
+
+
+def numbers(metrics) -> list[tuple]:
+    lines = [line for line in records(metrics) if "loss" in line]
+    return [tuple(line[key] for key in KEYS) for line in lines]
+
+
+WAYS = {
+    "adapters": ["--lora-rank", "4"],
+    "a second model": ["--reference", "BASE"],
+    "no reference": ["--dpo-variant", "simpo", "--dpo-beta", "2", "--dpo-gamma", "0.3"],
+}
+LAYOUTS = {
+    "adapters": "--tp 2 --pp 2",
+    "a second model": "--pp 2 --dp 2 --zero 1",
+    "no reference": "--cp 2",
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_margin_grows_alike_in_two_layouts(way, files, ranks, tmp_path):
+    words = [str(files / "base") if word == "BASE" else word for word in WAYS[way]]
+    whole, metrics = tmp_path / "whole", tmp_path / "layout"
+    pretrain.main(job(files, *words, "--steps", 4, "--metrics", whole, "--save", tmp_path / "a"))
+    found = numbers(whole)
+    if way != "no reference":
+        assert found[0][0] == pytest.approx(math.log(2))  # the model is the reference
+    assert found[-1][2] > found[0][2]
+    (evaluation,) = [line for line in records(whole) if "eval_loss" in line]
+    assert {"eval_margin", "eval_accuracy", "eval_chosen_reward"} <= evaluation.keys()
+    assert "eval_perplexity" not in evaluation
+    layout = LAYOUTS[way].split()
+    world = 4 if way != "no reference" else 2
+    stop = ["--steps", "2", "--save", tmp_path / "b"]
+    ranks(pretrain.main, world, job(files, *words, *stop, *layout, "--metrics", metrics))
+    rest = ["--load", tmp_path / "b", "--data", files / "pairs.jsonl", "--steps", "4"]
+    rest += [word for word in words if way == "a second model"]
+    pretrain.main([*map(str, rest), "--metrics", str(metrics), "--device", "cpu"])
+    for line, expected in zip(numbers(metrics), found, strict=True):
+        assert line == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+def of_base(ctx, adapted):
+    model = megazoo.from_config("gpt2-tiny", ctx, seed=3)
+    ids = torch.arange(20).view(2, 10)
+    before = model.token_logprobs(ids)
+    if not adapted:
+        return before.tolist()
+    megazoo.lora.add(model, rank=4, targets=("q", "v", "up", "down"))
+    for name, parameter in model.named_parameters():
+        if "lora" in name:
+            torch.nn.init.ones_(parameter)
+    changed = model.token_logprobs(ids)
+    with megazoo.lora.off(model):
+        off = model.token_logprobs(ids)
+    assert torch.equal(model.token_logprobs(ids), changed)
+    assert not torch.allclose(changed, before)
+    assert torch.equal(off, before)
+    return off.tolist()
+
+
+def of_layout(layout):
+    return of_base(context(**layout), adapted=True)
+
+
+def test_off_gives_the_base_in_every_layout(ranks):
+    expected = of_base(megazoo.ParallelContext(), adapted=True)
+    assert expected == of_base(megazoo.ParallelContext(), adapted=False)
+    for found in ranks(of_layout, 4, {"tp": 2, "pp": 2}):
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(expected))
+    none = megazoo.lora.off(megazoo.from_config("gpt2-tiny"))
+    with pytest.raises(UserError, match="the model has no adapters to turn off"), none:
+        pass
+
+
+def test_what_does_not_fit_is_refused(files):
+    base = ["--lora-rank", "2", "--steps", "1"]
+    for words, line in {
+        "": "--loss dpo needs a reference: train adapters",
+        "--lora-rank 2 --packing": "--packing cannot be used with --loss dpo: remove --packing",
+        "--lora-rank 2 --loss lm --dpo-beta 1": "--dpo-beta cannot be used with --loss lm: remove",
+        "--lora-rank 2 --loss dpp": "--loss is 'dpp': use one of lm, dpo",
+        "--lora-rank 2 --dpo-label-smoothing 0.5": "--dpo-label-smoothing 0.5 must be below 0.5",
+    }.items():
+        with pytest.raises(UserError, match=line):
+            pretrain.prepare(job(files, "--steps", "1", *words.split()))
+    for words, line in {
+        f"--data {files}/texts.jsonl": "which has no chosen and rejected answers: use other data",
+        "--data mock": "--loss dpo can't be computed from mock, which has no chosen",
+        "--loss lm": "pairs.jsonl, which has preferences: use --loss dpo",
+    }.items():
+        with pytest.raises(UserError, match=line):
+            pretrain.main(job(files, *base, *words.split()))
+
+
+def test_the_settings_of_the_flags_are_those_of_the_loss(files):
+    words = "--lora-rank 2 --steps 1 --dpo-beta 0.3 --dpo-variant ipo".split()
+    assert pretrain.prepare(job(files, *words)).loss == DPO(beta=0.3, variant="ipo")
