@@ -54,6 +54,7 @@ class Setting:
         below: Bound that a number must stay below.
         longest: Largest number of characters of a text.
         choices: Returns the valid values of a text.
+        input: Whether it is a path of something that the run reads.
         output: Whether it names something that the run writes.
         result: Whether it changes what a run computes. An output never does.
         kept: Whether a checkpoint stores it for a resumed run.
@@ -74,6 +75,7 @@ class Setting:
     below: float = math.inf
     longest: int | None = None
     choices: Callable[[], Iterable[str]] | None = None
+    input: bool = False
     output: bool = False
     result: bool = True
     kept: bool = False
@@ -112,7 +114,9 @@ def described(kind: type) -> dict[str, Setting]:
         values = dict(getattr(kind, "ABOUT", about()).values)
         for base in reversed(kind.__mro__):  # a field keeps what a base class declares of it
             values |= _declared_in(base, f.name)
-        found[f.name.rstrip("_")] = Setting(**values)
+        found[f.name.rstrip("_")] = setting = Setting(**values)
+        if _is_path(get_type_hints(kind)[f.name]) and setting.input == setting.output:
+            raise TypeError(f"{f.name} is a path: its type must be File or OutputFile")
     return found
 
 
@@ -172,7 +176,7 @@ Name = Annotated[str | None, unset("NAME")]
 Text = Annotated[str | None, unset("TEXT", "none")]
 
 
-File = Annotated[Path | None, unset("PATH", "none")]  # to read
+File = Annotated[Path | None, unset("PATH", "none"), about(input=True)]
 OutputFile = Annotated[Path | None, unset("PATH", "none"), about(output=True)]
 
 

@@ -42,6 +42,7 @@ class HarnessModel(TemplateLM):
         batch_size: Requests per batch; the longest requests are answered first.
         max_length: Maximum number of input tokens; by default the model's max_positions.
         max_gen_toks: Number of tokens to generate if the task does not set it.
+        before_batch: Called before each batch, on every rank. Its exceptions end the evaluation.
 
     Raises:
         UserError: A continuation is empty or longer than max_length, or max_gen_toks leaves no room
@@ -56,6 +57,7 @@ class HarnessModel(TemplateLM):
         batch_size: int = 8,
         max_length: int | None = None,
         max_gen_toks: int = 256,
+        before_batch: Callable[[], None] = lambda: None,
     ):
         super().__init__()
         if model.config.num_labels:
@@ -68,6 +70,7 @@ class HarnessModel(TemplateLM):
             raise UserError(f"max_length {max_length} is more than the model's {longest}")
         self.model, self.tokenizer, self.batch_size = model, tokenizer, batch_size
         self.max_length, self.max_gen_toks = max_length, max_gen_toks
+        self.before_batch = before_batch
 
     @property
     def eot_token_id(self) -> int | None:
@@ -211,6 +214,7 @@ class HarnessModel(TemplateLM):
         results = [None] * len(items)
         with count_bar(len(items), "answer", "requests") as bar:
             for first in range(0, len(order), self.batch_size):
+                self.before_batch()
                 places = order[first : first + self.batch_size]
                 answers = answer([items[place] for place in places])
                 for place, result in zip(places, answers, strict=True):

@@ -27,14 +27,20 @@ STDERR_DRAWS = 100_000  # default of the harness's command line
 
 
 class _Tasks(TaskManager):
-    """A TaskManager that reports in one line why a task can't be loaded."""
+    """A TaskManager that reports in one line why a task can't be loaded.
+
+    flag: the setting that names the tasks.
+    """
+
+    flag = "--tasks"
 
     def load(self, task_list):
         try:
             return super().load(task_list)
         except Exception as error:  # file, data, network, or Python code of the task
             raise UserError(
-                f"--tasks: {', '.join(task_list)} can't be loaded: {type(error).__name__} {error}",
+                f"{self.flag}: {', '.join(task_list)} can't be loaded: "
+                f"{type(error).__name__} {error}",
                 exit_code=1,
             ) from error
 
@@ -80,6 +86,7 @@ def find_tasks(words: str, flag: str = "--tasks") -> tuple[list[str], TaskManage
             known = "" if word in directories else nearest(word, manager.all_tasks)
             raise UserError(f"{flag}: unknown task {word}{known}")
         found += some
+    manager.flag = flag
     return list(dict.fromkeys(found)), manager
 
 

@@ -4,6 +4,7 @@ import pickle
 import signal
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -74,6 +75,8 @@ def launch(
             "megazoo.launch forks ranks, which can't use CUDA after this process has initialized "
             "it: call it before any use of CUDA, in a new process or a restarted notebook"
         )
+    if threading.current_thread() is not threading.main_thread():
+        raise UserError("megazoo.launch must be called in the main thread: it handles signals")
     deaths: list[str] = []
     with tempfile.TemporaryDirectory(prefix="megazoo-launch-") as directory:
 
@@ -83,7 +86,7 @@ def launch(
             try:
                 result = function(ParallelContext.of_layout(layout, device, timeout))
                 outcome.write_bytes(pickle.dumps(result if rank() == 0 else None))
-            except (Exception, SystemExit) as error:
+            except BaseException as error:
                 of_user = isinstance(error, UserError)
                 line = str(error) if of_user else f"{type(error).__name__}: {error}"
                 found = of_user, " ".join(line.split()), traceback.format_exc()
@@ -97,7 +100,11 @@ def launch(
             raise RuntimeError(f"the ranks ended after {signal.Signals(ranks.received).name}")
         if deaths:
             raise RuntimeError(deaths[0])
-        found = pickle.loads((Path(directory) / str(ranks.failed or 0)).read_bytes())
+        outcome = Path(directory) / str(ranks.failed or 0)
+        if not outcome.is_file():
+            where = name_of(ranks.failed or 0, ranks.ctx)
+            raise RuntimeError(f"{where}: it ended without a result")
+        found = pickle.loads(outcome.read_bytes())
     if ranks.failed is None:
         return found
     of_user, line, text = found

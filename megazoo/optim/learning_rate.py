@@ -11,7 +11,7 @@ A file of --import registers a further schedule:
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Annotated, Literal, TypeVar
 
 from megazoo.errors import UserError
@@ -51,13 +51,21 @@ class LRSchedule:
         raise NotImplementedError
 
     def is_over(self, step: int) -> bool:
-        """Return whether all steps after this one have the final learning rate."""
+        """Return whether all steps after this one have the learning rate min_lr."""
+        return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decay(LRSchedule):
+    """A schedule that ends at min_lr."""
+
+    def is_over(self, step: int) -> bool:
         return step >= self.steps > 0
 
     def decayed(self, step: int, start: float, shape: Callable[[float], float]) -> float:
         """Return the rate of a decay from lr at step `start` to min_lr at step `steps`.
 
-        shape: What remains of the decay, from 1 to 0, for its progress from 0 to 1.
+        shape: The share of the decay that is left, from 1 to 0, by its progress from 0 to 1.
         """
         length = self.steps - start
         done = min(1.0, max(0.0, (step - start) / length)) if length > 0 else step >= self.steps
@@ -69,9 +77,15 @@ def register_lr_schedule(name: str) -> Callable[[Class], Class]:
 
     Args:
         name: Its name in --lr-schedule.
+
+    Raises:
+        UserError: An option of the schedule has no default.
     """
 
     def register(schedule: Class) -> Class:
+        for option in own_options(schedule):
+            if schedule.__dataclass_fields__[option].default is MISSING:
+                raise UserError(f"the option {option} of lr-schedule {name} needs a default")
         LR_SCHEDULES[name] = schedule
         return schedule
 
@@ -112,7 +126,7 @@ def sqrt(done: float) -> float:
 
 @register_lr_schedule("cosine")
 @dataclass(frozen=True, kw_only=True)
-class Cosine(LRSchedule):
+class Cosine(Decay):
     """A cosine decay after the warm-up."""
 
     def after_warmup(self, step: int) -> float:
@@ -121,7 +135,7 @@ class Cosine(LRSchedule):
 
 @register_lr_schedule("linear")
 @dataclass(frozen=True, kw_only=True)
-class Linear(LRSchedule):
+class Linear(Decay):
     """A linear decay after the warm-up."""
 
     def after_warmup(self, step: int) -> float:
@@ -136,13 +150,10 @@ class Constant(LRSchedule):
     def after_warmup(self, step: int) -> float:
         return self.lr
 
-    def is_over(self, step: int) -> bool:
-        return False
-
 
 @register_lr_schedule("wsd")
 @dataclass(frozen=True, kw_only=True)
-class WarmupStableDecay(LRSchedule):
+class WarmupStableDecay(Decay):
     """Warmup-stable-decay: constant, then a decay over the last steps."""
 
     lr_decay_share: Annotated[

@@ -296,7 +296,8 @@ def train_again(
         settings |= {name: getattr(layout, name) for name in named}
         dp = layout.dp
         rows = settings["global_batch_size"] // dp
-        settings["micro_batch_size"] = math.gcd(settings["micro_batch_size"], rows)
+        ramp = [size // dp for size in settings.get("rampup_batch_size", ())[:2]]
+        settings["micro_batch_size"] = math.gcd(settings["micro_batch_size"], rows, *ramp)
     quiet = {"eval_steps": 0, "log_interval": steps}
     with tempfile.TemporaryDirectory(prefix="megazoo-check-") as directory:
         config, record = Path(directory) / "settings.toml", Path(directory) / "record"

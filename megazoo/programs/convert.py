@@ -105,9 +105,7 @@ def check_target(options: Options) -> None:
 
 def open_from(path: Path, options: Options) -> ModelSource:
     """Open the source, and set options.adapter if the source is a checkpoint of adapters."""
-    if options.ema:
-        return AveragedModel(path, verify=options.verify)
-    if is_megatron(path):
+    if is_megatron(path) and not options.ema:
         return MegatronCheckpoint(path, iteration=options.iteration, vocab_size=options.vocab_size)
     for name in ("iteration", "vocab_size"):
         if getattr(options, name) is not None:
@@ -115,6 +113,10 @@ def open_from(path: Path, options: Options) -> ModelSource:
             raise UserError(
                 f"--{flag} is for Megatron-LM checkpoints, which {path} is not: omit it"
             )
+    if options.ema:
+        if options.adapter:
+            raise UserError("--ema cannot be used with --adapter: omit one of them")
+        return AveragedModel(path, verify=options.verify)
     if options.to == "peft" or (options.to == "shards" and not options.adapter):
         return open_model_or_adapters(path, verify=options.verify)
     source, options.adapter, note = open_with_base(path, options.adapter, options.verify)

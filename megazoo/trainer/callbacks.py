@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from megazoo import callbacks as users
 from megazoo.environment import is_rank_zero
-from megazoo.errors import advise
+from megazoo.errors import UserError, advise
 from megazoo.files import convert, reason_of
 from megazoo.parallel.context import AXES
 from megazoo.settings import flag_of
@@ -65,9 +65,11 @@ class Callback:
         """Called after each step. values: its metrics, with the names of the metrics file."""
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Return the metrics of a further evaluation. Names start with eval_; outputs record them.
+        """Return the metrics of a further evaluation: numbers, with names that start with eval_.
 
-        Called when an evaluation is due, after the checkpoint of the step is written.
+        Called on every rank when an evaluation is due; the values of rank 0 are recorded. A long
+        evaluation calls `self.trainer.check_stop()` from time to time, on all ranks: a signal then
+        ends it, and the run saves.
         """
         return {}
 
@@ -81,11 +83,28 @@ class Callback:
         """Called at the end of the run. failed: whether an error ended it."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for checkpoints, in types of JSON. Called on rank 0."""
+        """Return the state for checkpoints, in types of JSON. Called on every rank; that of rank 0
+        is stored."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the state of the run that is resumed. Called on every rank."""
+
+
+class Stopped(Exception):
+    """A signal ended an evaluation."""
+
+
+def check_metrics(name: str, values: Any) -> None:
+    """Raise UserError unless an evaluation returned numbers with names that start with eval_. name:
+    of its callback."""
+    for key, value in values.items():
+        if not key.startswith("eval_") or not isinstance(value, int | float):
+            raise UserError(
+                f"{name}.evaluate returned {key} {value!r}: it must return numbers, with names "
+                "that start with eval_",
+                exit_code=1,
+            )
 
 
 def register_callback(callback: Class) -> Class:
@@ -93,7 +112,13 @@ def register_callback(callback: Class) -> Class:
 
     Args:
         callback: A subclass of `Callback`.
+
+    Raises:
+        UserError: Another callback has the same name.
     """
+    others = [Metrics, *CALLBACKS]
+    if callback.name and callback.name in [each.name for each in others]:
+        raise UserError(f"two callbacks have the name {callback.name}: use another name")
     CALLBACKS.append(callback)
     return callback
 
@@ -132,8 +157,12 @@ def kept(
 class Profile(Callback):
     """Traces the steps of --profile-steps."""
 
+    def __init__(self, trainer: "Recorder"):
+        super().__init__(trainer)
+        self.stack = ExitStack()
+
     def on_start(self) -> None:
-        log, self.stack = self.trainer.run.options.logging, ExitStack()
+        log = self.trainer.run.options.logging
         self.traced = self.stack.enter_context(
             traced_steps(log.profile, log.profile_steps, self.trainer.model.ctx.rank, self._kept)
         )
@@ -169,9 +198,14 @@ class Metrics(Callback):
         settings |= {name: ctx.axis(name).size for name in AXES}
         for name, output in OUTPUTS.items():
             if value := run.options.values[name]:
-                self.outputs[name] = output()
+                opened = output()
                 run_id, step = self.runs.get(name), run.first_step
-                self.outputs[name].open(value, run_id=run_id, settings=settings, step=step)
+                try:
+                    opened.open(value, run_id=run_id, settings=settings, step=step)
+                except OSError as error:
+                    reason = f"{flag_of(name)} {value}: {reason_of(error)}"
+                    raise UserError(reason, exit_code=1) from error
+                self.outputs[name] = opened
         opened = self.outputs.items()
         self.runs |= {name: output.run_id for name, output in opened if output.run_id}
 
@@ -247,7 +281,7 @@ class Progress(Callback):
         shown = [
             f"{SHOWN.get(name, name.partition('_')[2])} {value:.4f}"
             for name, value in values.items()
-            if not name.endswith("_perplexity")
+            if name not in ("eval_perplexity", "test_perplexity")
         ]
         print_rank_0(f"step {step:>{len(str(steps))}}/{steps}  {'  '.join(shown)}")
 

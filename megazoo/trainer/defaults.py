@@ -88,7 +88,7 @@ def of_rows(options: Options, defaults: Defaults) -> set[str]:
     training = options.training
     if not defaults.fine_tuning or not (training.epochs or defaults.epochs) or training.steps:
         return set()
-    names = ("global_batch_size", "epochs")
+    names = ["epochs"] if training.rampup_batch_size else ["global_batch_size", "epochs"]
     return {name for name in names if getattr(training, name) is None}
 
 

@@ -6,14 +6,10 @@ import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from megazoo.terminal import clock
-
-if TYPE_CHECKING:
-    pass
 
 # TFLOP/s of dense bf16 matrix products (fp16 on the V100), by a part of the device's name. The
 # first match is used.

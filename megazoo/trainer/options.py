@@ -23,6 +23,7 @@ from typing import (
 import tyro
 
 from megazoo.environment import world_size
+from megazoo.errors import UserError
 from megazoo.losses.options import LOSS_OPTIONS
 from megazoo.optim.learning_rate import LR_SCHEDULES, own_options
 from megazoo.parallel.layout import Layout
@@ -108,7 +109,7 @@ def _of_field(part: str, kind: type, option: str) -> Part:
     made = Annotated[bare | None, unset(metavar_of(bare), str(default))]
     for each in declared:
         made = Annotated[made, each]
-    return Part(made, lambda: f"With {part}: {texts_of(kind)[option]}")
+    return Part(made, lambda: f"With {part}: {texts_of(kind).get(option, option)}")
 
 
 def with_parts(group: str) -> Callable[[type], type]:
@@ -128,10 +129,13 @@ def with_parts(group: str) -> Callable[[type], type]:
 def with_registered(kind: type) -> type:
     """Return the settings with those of the parts that a file of --import has registered.
 
-    kind: `Options` or a subclass.
+    kind: `Options` or a subclass. UserError if a part has the name of another setting.
     """
     groups = {}
-    for name in ("logging", "optimizer", "loss"):
+    for name in (key for group in PARTS for key in parts_of(group) if key not in PARTS[group]):
+        if name in settings_of(kind):
+            raise UserError(f"--import: {name} is the name of another setting: use another name")
+    for name in PARTS:
         group: Any = kind.__dataclass_fields__[name].default_factory
         new = {key: part for key, part in parts_of(name).items() if key not in settings_of(group)}
         if new:
@@ -692,7 +696,7 @@ class EvaluationOptions:
     """Largest number of batches per evaluation. 0: no evaluation. The evaluation ends earlier if
     the data has fewer batches, so that no row counts more than once. The sources of a blend are
     sampled by their weights."""
-    eval_tasks: Name = None
+    eval_tasks: Annotated[Name, about(kept=False)] = None  # a task may run Python
     """Tasks of lm-evaluation-harness to evaluate the model on at each evaluation: as --tasks of
     `megazoo evaluate`. It needs the extra eval."""
 
@@ -775,3 +779,7 @@ class Options:
         """The settings of all groups, by the names of the flags with underscores."""
         groups = filter(is_dataclass, vars(self).values())
         return {f.name.rstrip("_"): getattr(each, f.name) for each in groups for f in fields(each)}
+
+
+# The groups with settings of registered parts, and the names of those of megazoo.
+PARTS = {name: parts_of(name).keys() for name in ("logging", "optimizer", "loss")}

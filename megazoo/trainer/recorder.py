@@ -16,6 +16,7 @@ from megazoo.layers.router import expert_loads
 from megazoo.models.base import Model
 from megazoo.models.counts import flops_per_token
 from megazoo.optim.adamw import AdamW
+from megazoo.parallel.collectives import all_gather_objects
 from megazoo.parallel.failure import propagate_errors
 from megazoo.parallel.timing import Stopwatch
 from megazoo.terminal import clock, print_rank_0
@@ -27,6 +28,8 @@ from megazoo.trainer.callbacks import (
     Profile,
     Progress,
     Record,
+    Stopped,
+    check_metrics,
 )
 from megazoo.trainer.metrics import (
     peak_flops,
@@ -106,8 +109,9 @@ class Recorder:
             for callback in self.callbacks:
                 if callback.name in states:
                     callback.load_state_dict(states[callback.name])
-                callback.on_start()
                 stack.push(partial(_stop, callback))
+                callback.on_start()
+            stack.push(self._finish_saving)
             self._stack = stack.pop_all()
         return self
 
@@ -156,16 +160,37 @@ class Recorder:
             getattr(callback, event)(*arguments)
 
     def evaluate(self, step: int) -> None:
-        """Run the evaluations of callbacks after a step, and record them."""
+        """Run the evaluations of callbacks after a step, and record them. A signal ends them."""
         for callback in self.callbacks:
-            if values := callback.evaluate(step):
+            if type(callback).evaluate is Callback.evaluate:
+                continue
+            if self.stop_requested():
+                return
+            try:
+                values = all_gather_objects(callback.evaluate(step), self.model.ctx)[0]
+            except Stopped:
+                print_rank_0(f"an evaluation after step {step} was stopped")
+                return
+            check_metrics(type(callback).__name__, values)
+            if values:
                 self._call("on_evaluation", step, values)
+
+    def _finish_saving(self, kind: type | None, *_: object) -> None:
+        """Wait for the last checkpoint, so that `on_save` is called before `on_stop`."""
+        if kind is None:
+            self.saver.wait()
 
     def stop_requested(self) -> bool:
         """Return whether any rank received a signal to stop. All ranks call it once per step,
         and before each batch of an evaluation."""
         self.stopped_by = self.signals.agreed()
         return self.stopped_by is not None
+
+    def check_stop(self) -> None:
+        """End an evaluation of a callback if any rank received a signal to stop. All ranks call it
+        together."""
+        if self.stop_requested():
+            raise Stopped
 
     def save(self, step: int, batches: Batches) -> None:
         """Save a checkpoint, if --save is set and the step is not saved yet. batches: the training

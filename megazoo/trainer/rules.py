@@ -175,6 +175,8 @@ def check_run(
             f"{tokenizer.vocab_size}"
         )
     _check_loss(options, config, weights)
+    if options.optimizer.ema and (weights.settings or options.lora.lora_load):
+        raise UserError(f"--ema {options.optimizer.ema} cannot be used with adapters: remove --ema")
     if options.evaluation.eval_tasks:
         _check_tasks(options, config)
     _check_outputs(options)

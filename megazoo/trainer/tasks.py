@@ -1,8 +1,11 @@
 """Evaluate the model of a run on tasks of lm-evaluation-harness while it trains."""
 
+import random
 from typing import TYPE_CHECKING
 
-from megazoo.parallel.collectives import all_gather_objects
+import numpy as np
+import torch
+
 from megazoo.trainer.callbacks import Callback
 
 if TYPE_CHECKING:
@@ -27,15 +30,18 @@ class Tasks(Callback):
             return {}
         from megazoo.evaluation.tasks import run_tasks
 
-        model = self.trainer.model
-        was_training = model.training
+        model, tokenizer = self.trainer.model, self.trainer.run.tokenizer
+        was_training, states = model.training, (random.getstate(), np.random.get_state())
+        how = {"batch_size": BATCH_SIZE, "before_batch": self.trainer.check_stop}
         model.eval()
         try:
-            tokenizer = self.trainer.run.tokenizer
-            results = run_tasks(model, tokenizer, self.tasks, batch_size=BATCH_SIZE)
+            with torch.random.fork_rng(devices=[]):  # the harness seeds all generators
+                results = run_tasks(model, tokenizer, self.tasks, **how)
         finally:
             model.train(was_training)
-        return all_gather_objects(metrics_of(results) if results else {}, model.ctx)[0]
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+        return metrics_of(results) if results else {}
 
 
 def metrics_of(results: dict) -> dict[str, float]:

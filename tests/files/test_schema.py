@@ -297,6 +297,10 @@ TRAINER = {
     ),
     "settings": (lambda t: t.update(settings=[]), "settings is a list: it must be an object"),
     "no settings": (lambda t: t.pop("settings"), "trainer.json has no settings"),
+    "tasks, which may run Python": (
+        settings(eval_tasks="base/evil.yaml"),
+        "settings has eval_tasks, which a checkpoint must not contain",
+    ),
     "step": (lambda t: t.update(step=-1), "step is -1: it must be an int of at least 0"),
     "step's type": (lambda t: t.update(step="1"), "step is '1': it must be an int"),
     "samples": (lambda t: t.update(consumed_samples=10**30), "consumed_samples is 1000"),

@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated
 
@@ -16,14 +17,14 @@ from megazoo.optim.learning_rate import LR_SCHEDULES
 from megazoo.programs import check_run
 from megazoo.settings import Setting, about, described
 from megazoo.trainer.callbacks import CALLBACKS, Metrics
-from megazoo.trainer.options import Options, TrainingOptions
+from megazoo.trainer.options import LoggingOptions, Options, TrainingOptions
 from megazoo.trainer.outputs import OUTPUTS
 from megazoo.trainer.run import agreed, notes_on_changes
 from megazoo.trainer.state import settings_to_resume
 from tests.support.pretraining import SMALL, losses, records
 
 OUTPUT = '''
-from pathlib import Path
+
 
 from megazoo.trainer import Output, register_output
 
@@ -66,9 +67,6 @@ class InverseSquareRoot(LRSchedule):
 
     def after_warmup(self, step):
         return self.lr / math.sqrt(1 + (step - self.warmup_steps) / self.lr_timescale)
-
-    def is_over(self, step):
-        return False
 '''
 RUN = [*SMALL, "--data", "mock", "--layers", "1"]
 
@@ -224,6 +222,63 @@ def test_a_setting_is_declared_once(tmp_path, capsys):
     assert "What the help says of it." in capsys.readouterr().out
 
 
-def test_no_output_changes_a_result():
-    assert all(not each.result for each in described(Options).values() if each.output)
+@dataclass
+class Forgetful(LoggingOptions):
+    file: Path | None = None
+    """A path of which nothing is declared."""
+
+
+def test_a_path_is_an_input_or_an_output():
+    assert described(Options)["metrics"].output
+    assert described(Options)["load"].input
     assert not Setting(output=True, result=True).result
+    with pytest.raises(TypeError, match="file is a path: its type must be File or OutputFile"):
+        described(Forgetful)
+
+
+WRONG = {
+    OUTPUT.replace("loss_table", "loss-table"): "the output 'loss-table' can't be a flag",
+    OUTPUT.replace("loss_table", "steps"): "--import: steps is the name of another setting",
+    SCHEDULE.replace(" = 2", ""): "the option lr_timescale of lr-schedule inverse-sqrt needs a def",
+    SCHEDULE.replace("lr_timescale", "beta1"): "--import: beta1 is the name of another setting",
+    CALLBACK.replace('"tokens", 0', '"outputs", 0'): "two callbacks have the name outputs",
+}
+
+
+@pytest.mark.parametrize("text", WRONG, ids=WRONG.values())
+def test_a_part_that_cannot_be_registered_is_refused_in_one_line(text, imported):
+    with pytest.raises(UserError, match=WRONG[text]):
+        pretrain.prepare([*RUN, *imported(text)])
+
+
+def test_an_evaluation_of_a_callback_returns_numbers_with_names(imported):
+    more = "\n\n    def evaluate(self, step):\n        return {'accuracy': 1}\n"
+    with pytest.raises(UserError, match="evaluate returned accuracy 1: it must return num"):
+        pretrain.main([*RUN, *imported(CALLBACK + more), "--steps", "2"])
+
+
+LONG = """
+import os
+import signal
+import time
+
+import megazoo
+
+
+@megazoo.trainer.register_callback
+class Long(megazoo.trainer.Callback):
+    def evaluate(self, step):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        while True:
+            time.sleep(0.01)
+            self.trainer.check_stop()
+"""
+
+
+def test_a_signal_ends_an_evaluation_of_a_callback_and_the_run_saves(imported, tmp_path, capsys):
+    words = ["--eval-interval", "2", "--save", str(tmp_path / "run"), "--steps", "4"]
+    pretrain.main([*RUN, *imported(LONG), *words])
+    out = capsys.readouterr().out
+    assert "an evaluation after step 2 was stopped" in out
+    assert "stopped by SIGUSR1: trained steps 1 to 2" in out
+    assert (tmp_path / "run" / "latest").read_text().strip() == "step_00000002"

@@ -2,6 +2,7 @@
 --help does not need."""
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -52,7 +53,7 @@ class Output:
             step: Step at which the run starts. Metrics of later steps are of an earlier start.
 
         Raises:
-            UserError: It can't be opened, and why.
+            UserError: It can't be opened, and why. An OSError becomes one that names the flag.
         """
 
     def write(self, step: int, values: dict[str, Any]) -> None:
@@ -74,7 +75,14 @@ def register_output(name: str) -> Callable[[Class], Class]:
 
     Args:
         name: Name of its flag, with underscores.
+
+    Raises:
+        UserError: The name is not lower-case letters, digits and underscores.
     """
+    if not re.fullmatch("[a-z][a-z0-9_]*", name):
+        raise UserError(
+            f"the output {name!r} can't be a flag: use lower-case letters, digits and underscores"
+        )
 
     def register(output: Class) -> Class:
         OUTPUTS[name] = output

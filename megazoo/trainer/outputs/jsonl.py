@@ -5,8 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from megazoo.errors import UserError
-from megazoo.files import append_line, open_at_once, reason_of
+from megazoo.files import append_line, open_at_once
 from megazoo.trainer.outputs.base import Output, register_output
 
 
@@ -19,11 +18,8 @@ class Lines(Output):
 
     def open(self, value: Path, *, run_id: str | None, settings: dict, step: int) -> None:
         self.path = value
-        try:
-            value.parent.mkdir(parents=True, exist_ok=True)
-            os.close(open_at_once(value, os.O_WRONLY | os.O_APPEND | os.O_CREAT))
-        except OSError as error:
-            raise UserError(f"--metrics {value}: {reason_of(error)}", exit_code=1) from error
+        value.parent.mkdir(parents=True, exist_ok=True)
+        os.close(open_at_once(value, os.O_WRONLY | os.O_APPEND | os.O_CREAT))
 
     def write(self, step: int, values: dict[str, Any]) -> None:
         append_line(self.path, (json.dumps({"step": step, **values}) + "\n").encode())

@@ -4,8 +4,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from megazoo.errors import UserError
-from megazoo.files import reason_of
 from megazoo.trainer.outputs.base import Output, grouped, register_output
 
 
@@ -30,10 +28,7 @@ class TensorBoard(Output):
                 usual(failure)
 
         threading.excepthook = hook
-        try:
-            self.writer = SummaryWriter(str(value), purge_step=step + 1)
-        except OSError as error:
-            raise UserError(f"--tensorboard {value}: {reason_of(error)}", exit_code=1) from error
+        self.writer = SummaryWriter(str(value), purge_step=step + 1)
 
     def write(self, step: int, values: dict[str, Any]) -> None:
         for name, value in grouped(values).items():

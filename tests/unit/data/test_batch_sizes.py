@@ -30,9 +30,12 @@ def test_the_sizes_are_those_of_megatron():
                 expected = megatrons(consumed, final, *ramp)
                 assert BatchSizes(final, ramp).at(consumed) == expected, (final, ramp, consumed)
     sizes = BatchSizes(8, (2, 2, 8))
-    assert sizes.first(0, 5) == [0, 2, 4, 8, 16]
+    assert list(sizes.first(0, 5)) == [0, 2, 4, 8, 16]
+    assert list(sizes.first(2, 2)) == [2, 4]
+    assert list(sizes.first(16, 2)) == [16, 24]
+    assert sizes.first(0, 10**12)[-1] == 8 * 10**12 - 24
     assert [sizes.steps_to(0, end) for end in (1, 2, 8, 9, 24)] == [1, 1, 3, 4, 5]
-    assert BatchSizes(8).first(16, 2) == [16, 24]
+    assert list(BatchSizes(8).first(16, 2)) == [16, 24]
     assert [BatchSizes(8).steps_to(16, end) for end in (17, 24, 25)] == [1, 1, 2]
 
 
