@@ -74,7 +74,8 @@ class Batch:
             own_loss: whether the labels are for a custom loss.
             seed: seed of the model, from which the dropout seeds are derived.
             step: number of the call, from which they are derived, too.
-            needs: whether each named tensor that the loss needs is per "row" or per "token".
+            needs: what each named tensor of the loss is per: "row", "token" or "part", as in
+                `megazoo.losses.Loss`.
             rows_together: number of neighbouring rows that a micro-batch holds together.
         """
         check_number("num_microbatches", count, 1, whole=True)
@@ -112,7 +113,7 @@ class Batch:
             )
         named = self._checked_named(needs, shape) if ctx.pp_rank == ctx.placement.last_rank else {}
         columns |= {name: each for name, each in named.items() if needs[name] == "token"}
-        rows |= {name: each for name, each in named.items() if needs[name] == "row"}
+        rows |= {name: each for name, each in named.items() if needs[name] != "token"}
         padding = padded_length(shape[1], ctx) - shape[1]
         if ctx.pp_rank == 0 and _takes_boundaries(ctx):
             rows["boundaries"] = _boundaries(columns["segments"], padding, count)

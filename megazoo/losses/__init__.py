@@ -6,17 +6,27 @@ from megazoo.lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from megazoo.losses.base import Loss, register_loss
+    from megazoo.losses.distillation import Distillation
     from megazoo.losses.preferences import DPO
-    from megazoo.losses.reference import reference_logprobs
+    from megazoo.losses.reference import reference_logprobs, teacher_activations
 
 __getattr__, __dir__ = lazy_attributes(
     __name__,
     {
         "DPO": "megazoo.losses.preferences",
+        "Distillation": "megazoo.losses.distillation",
         "Loss": "megazoo.losses.base",
         "reference_logprobs": "megazoo.losses.reference",
         "register_loss": "megazoo.losses.base",
+        "teacher_activations": "megazoo.losses.reference",
     },
 )
 
-__all__ = ["DPO", "Loss", "reference_logprobs", "register_loss"]
+__all__ = [
+    "DPO",
+    "Distillation",
+    "Loss",
+    "reference_logprobs",
+    "register_loss",
+    "teacher_activations",
+]

@@ -37,21 +37,25 @@ class Loss(_WithHead):
         metrics: Names of the values that `sums` returns in addition to the loss. The means over the
             global batch are in `model.engine.loss_metrics`.
         head: The head of the model.
+        reference_head: The head of a reference model, if the loss computes with it.
     """
 
     rows_together: ClassVar[int] = 1
+    reference_head: ClassVar[LanguageModelHead | None] = None
     metrics: ClassVar[tuple[str, ...]] = ()
 
     def bound(self, head: LanguageModelHead) -> Self:
         """Return this loss with the head of a model."""
         made = type(self)(**self.settings)
         made.head, made.ctx, made.task, made.totals = head, head.ctx, head.task, None
+        vars(made)["reference_head"] = self.reference_head
         return made
 
     @property
-    def needs(self) -> dict[str, Literal["row", "token"]]:
-        """Tensors of a batch that the loss reads from `batch.named`, by name, and whether they are
-        per row, [batch, ...], or per token, [batch, sequence]."""
+    def needs(self) -> dict[str, Literal["row", "token", "part"]]:
+        """Tensors of a batch that the loss reads from `batch.named`, by name, and what they are
+        per: row, [batch, ...]; token, [batch, sequence]; part, [batch, ...] of this rank's part of
+        the sequence, as a run of a model in the same layout returned it."""
         return {}
 
     @property

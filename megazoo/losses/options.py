@@ -24,4 +24,14 @@ class DPOOptions:
     """Margin of the rewards, with simpo."""
 
 
-LOSS_OPTIONS["dpo"] = DPOOptions
+@dataclass(kw_only=True)
+class DistillationOptions:
+    """Settings of distillation."""
+
+    temperature: float = 1.0
+    """Temperature of the softmax of teacher and student. The loss is multiplied by its square."""
+    lm_weight: Annotated[float, about(most=1)] = 0.0
+    """Weight of the cross-entropy of the labels; the divergence has the rest."""
+
+
+LOSS_OPTIONS |= {"dpo": DPOOptions, "distill": DistillationOptions}

@@ -37,7 +37,7 @@ class DPO(DPOOptions, Loss):
         check_number("label_smoothing", self.label_smoothing, 0, 0.5)
 
     @property
-    def needs(self) -> dict[str, Literal["row", "token"]]:
+    def needs(self) -> dict[str, Literal["row", "token", "part"]]:
         """reference: sum of the log-probabilities of each row's labels under the reference."""
         return {} if self.variant == "simpo" else {"reference": "row"}
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of rows under a reference model."""
+"""What losses need of a reference model: log-probabilities of rows, or activations."""
 
 from typing import Any
 
@@ -25,6 +25,13 @@ class _OfRows(Loss):
         return outputs
 
 
+class _Activations(_OfRows):
+    """Computes no loss, but the activations of the last stage."""
+
+    def outputs(self, x: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        return x
+
+
 @on_all_ranks
 @torch.no_grad()
 def reference_logprobs(
@@ -44,9 +51,32 @@ def reference_logprobs(
         On the last stage, "reference": the sum of the log-probabilities of each row's labels, fp32
         [batch]. On other stages, nothing.
     """
+    return _collected("reference", _OfRows(), model, num_microbatches, batch)
+
+
+@on_all_ranks
+@torch.no_grad()
+def teacher_activations(
+    model: Any, num_microbatches: int = 1, **batch: Any
+) -> dict[str, torch.Tensor]:
+    """Return what distillation needs of a teacher, without dropout.
+
+    Args:
+        model: the teacher, in the layout of the student.
+        num_microbatches: as in the call that trains the student.
+        batch: tensors of `train_batch`, with labels or targets.
+
+    Returns:
+        On the last stage, "teacher": the activations of its last layer. On other stages, nothing.
+    """
+    return _collected("teacher", _Activations(), model, num_microbatches, batch)
+
+
+def _collected(name: str, loss: Loss, model: Any, count: int, batch: dict) -> dict:
+    """Run forwards of a model, and return what the loss computes on the last stage."""
     with without_dropout(model):
-        micro_batches = model.engine.micro_batches(Batch(**batch), num_microbatches)
-        head = _OfRows().bound(model.output_head) if model.has_last else None
+        micro_batches = model.engine.micro_batches(Batch(**batch), count)
+        head = loss.bound(model.output_head) if model.has_last else None
         collect = head.full_outputs if head else None
         found = run_pipeline(model, micro_batches, head=head, collect=collect).collected
-    return {} if found is None else {"reference": found}
+    return {} if found is None else {name: found}

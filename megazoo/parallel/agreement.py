@@ -21,8 +21,9 @@ from megazoo.parallel.context import ParallelContext
 # the comparison. A prime number, so that in a loop with several calls each one is compared.
 CUDA_FIRST, CUDA_EVERY = 16, 17
 SHOWN = 3  # maximum number of differences in a message
-# May differ between ranks: directories on several machines, and the choice of what is returned.
-OWN = ("directory", "load_directory", "return_count")
+# May differ between ranks: directories on several machines, the choice of what is returned, and the
+# tensors of a loss, which only the last stage has.
+OWN = ("directory", "load_directory", "return_count", "named")
 OF_REPLICA = ("num_microbatches",)  # may differ between replicas
 PIECE_ELEMENTS = 1 << 22  # chunk size for the checksum of a tensor on CUDA
 

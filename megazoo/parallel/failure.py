@@ -89,8 +89,8 @@ def _together(function: Callable, in_replica: bool) -> Callable:
             if together:
                 bound = signature.bind(model, *args, **kwargs)
                 bound.apply_defaults()
-                further = bound.arguments.pop("settings", {}), bound.arguments.pop("named", {})
-                together.agree(name, model, {**bound.arguments, **further[0], **further[1]})
+                settings = bound.arguments.pop("settings", {})
+                together.agree(name, model, {**bound.arguments, **settings})
             return function(model, *args, **kwargs)
 
     return call

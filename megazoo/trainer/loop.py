@@ -72,7 +72,7 @@ def train_steps(run: Run, model: Model, optimizer: AdamW, data: Data, recorder: 
     """Train until the last step, or until a signal stops the run."""
     workers, schedule = run.options.data.data_workers, run.options.parallel.schedule
     micro, lr_schedule = run.options.training.micro_batch_size, run.lr_schedule
-    starts, loss, reference = run.batch_starts, run.loss, Reference(run, model)
+    starts, reference = run.batch_starts, Reference(run, model)
     with closing(data.training.ahead(starts, workers)) as batches:
         for step, start in enumerate(starts, run.first_step + 1):
             with Stopwatch(model.ctx.device) as watch:
@@ -81,7 +81,7 @@ def train_steps(run: Run, model: Model, optimizer: AdamW, data: Data, recorder: 
                 microbatches = data.training.rows_after(start) // micro
                 named = reference(batch, microbatches)
                 how = {"num_microbatches": microbatches, "schedule": schedule, "step": step}
-                mean = model.train_batch(**batch, **named, loss=loss, **how)
+                mean = model.train_batch(**batch, **named, loss=reference.loss, **how)
                 optimizer.lr = lr_schedule.rate(step)
                 with spent("optimizer"):
                     norm = optimizer.step()
@@ -123,7 +123,7 @@ def evaluate(
     measures are those of a classifier, the metrics of the loss, or the perplexity. name: of the
     data, for the progress lines. reference: of preferences.
     """
-    starts, loss = batches.starts(run.options.evaluation.eval_steps), run.loss
+    starts, loss = batches.starts(run.options.evaluation.eval_steps), reference.loss
     total, count, tally, metrics = 0.0, 0.0, Tally(), Counter()
     with (
         closing(batches.ahead(starts, run.options.data.data_workers)) as built,

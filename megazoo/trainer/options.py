@@ -558,14 +558,14 @@ class LossOptions:
     ABOUT: ClassVar = about(kept=True, agreed=True)
 
     loss: Annotated[
-        str, unset("{lm,dpo,...}", "lm"), about(choices=lambda: ["lm", *LOSS_OPTIONS])
+        str, unset("{lm,dpo,distill,...}", "lm"), about(choices=lambda: ["lm", *LOSS_OPTIONS])
     ] = "lm"
     """Loss: one of these, or one that --import registers. lm: the cross-entropy of the next token.
     dpo: direct preference optimization, on data with chosen and rejected answers; batch sizes count
-    pairs."""
+    pairs. distill: the divergence from a teacher, --reference."""
     reference: Annotated[File, about(kept=False, agreed=False)] = None
-    """Model that preferences are compared with, in the same layout: as --load. With adapters it is
-    the model without them."""
+    """Model that preferences are compared with, or the teacher of distill: as --load, in the same
+    layout. With adapters, preferences are compared with the model without them."""
 
     @property
     def given(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import torch
 
 from megazoo import lora
 from megazoo.errors import UserError
-from megazoo.losses import Loss, reference_logprobs
+from megazoo.losses import Loss, reference_logprobs, teacher_activations
 from megazoo.losses.base import LOSSES
 from megazoo.models.base import Model
 from megazoo.models.pretrained import load_weights, open_source
@@ -34,28 +34,42 @@ def loss_of(options: Options) -> Loss | None:
 
 def import_built_in() -> None:
     """Register the losses of megazoo."""
+    import megazoo.losses.distillation
     import megazoo.losses.preferences  # noqa: F401
 
 
 class Reference:
-    """What a loss needs of a reference, for each batch of a run.
+    """The loss of a run, and what it needs of a reference, for each batch.
 
     The reference is the model without its adapters, or the model of --reference.
+
+    Attributes:
+        loss: The loss; None for the cross-entropy.
     """
 
     def __init__(self, run: "Run", model: Model):
-        self.is_needed = run.loss is not None and "reference" in run.loss.needs
+        self.loss = run.loss
+        needs: set[str] = set(self.loss.needs) if self.loss else set()
         self.model: Any = model
-        self.off: Any = lora.off if model.attached else nullcontext
-        if self.is_needed and not model.attached:
+        self.off: Any = nullcontext
+        self.compute = next((COMPUTED[name] for name in COMPUTED if name in needs), None)
+        if "reference" in needs and model.attached:
+            self.off = lora.off
+        elif self.compute and self.loss:
             source = open_source(str(run.options.loss.reference))
             self.model = source.model.empty(source.config, model.ctx, dtype=model.dtype)
             load_weights(source, self.model)
             self.model.eval().requires_grad_(False)
+            if self.model.has_last:
+                vars(self.loss)["reference_head"] = self.model.output_head
 
     def __call__(self, batch: dict[str, Any], microbatches: int) -> dict[str, torch.Tensor]:
         """Return the named tensors of a batch; {} if the loss needs none."""
-        if not self.is_needed:
+        if not self.compute:
             return {}
         with self.off(self.model):
-            return reference_logprobs(self.model, num_microbatches=microbatches, **batch)
+            return self.compute(self.model, num_microbatches=microbatches, **batch)
+
+
+# Functions that compute what a loss needs of a reference, by the name of the tensor.
+COMPUTED = {"reference": reference_logprobs, "teacher": teacher_activations}

@@ -227,6 +227,8 @@ def _check_loss(options: Options, config, weights: Weights) -> None:
     if options.data.packing:
         raise UserError(f"--packing cannot be used with --loss {name}: remove --packing")
     has_adapters = weights.settings or options.lora.lora_load
+    if "teacher" in loss.needs and not options.loss.reference:
+        raise UserError(f"--loss {name} needs a teacher: pass it with --reference")
     if "reference" in loss.needs and not has_adapters and not options.loss.reference:
         raise UserError(
             f"--loss {name} needs a reference: train adapters (--lora-rank), or pass the model to "

@@ -56,6 +56,7 @@ HALF = {DRAW.choice(WITH_PROGRAMS[n : n + 2]) for n in range(0, len(WITH_PROGRAM
 FOREIGN = {
     "--loss-table",  # of parts that pages register
     "--lr-timescale",
+    "--likelihood-power",
     "--index-url",
     "--no-deps",
     "--no-index",

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import megazoo
 from megazoo.errors import UserError
-from megazoo.losses import DPO
+from megazoo.losses import DPO, Distillation, teacher_activations
 from megazoo.testing import Layout
 from tests.support.context_parallel import rows_of_replica
 from tests.support.layouts import MODELS, model_in, parts_of_gradients, short_pieces, sizes_of
@@ -153,3 +153,59 @@ def other_beta(rank_one: bool):
 
 def test_ranks_agree_on_the_loss(ranks):
     ranks(other_beta, 2, True)
+
+
+KL = [Distillation(temperature=0.1), Distillation(temperature=0.05, lm_weight=0.25)]
+
+
+@cache
+def expected_kl(number: int):
+    """The mean loss, the divergence by torch's kl_div and the gradients, in double precision."""
+    loss, batch = KL[number], batch_of("padding")
+    inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+    student = copy.deepcopy(model_in(MODELS["llama"], context())).double()
+    teacher = copy.deepcopy(model_in(MODELS["gpt2"], context())).double()
+    labels = batch["labels"][:, 1:]
+    counted = labels != -100
+    with torch.no_grad():
+        wanted = (teacher(**inputs).logits[:, :-1] / loss.temperature).log_softmax(-1)
+    logits = student(**inputs).logits[:, :-1]
+    found = (logits / loss.temperature).log_softmax(-1)
+    kl = F.kl_div(found[counted], wanted[counted], log_target=True, reduction="sum")
+    kl = loss.temperature**2 * kl / counted.sum()
+    lm = F.cross_entropy(logits[counted], labels[counted])
+    value = (1 - loss.lm_weight) * kl + loss.lm_weight * lm
+    value.backward()
+    return value.item(), {"kl": kl.item(), "lm_loss": lm.item()}, parts_of_gradients(student)
+
+
+def distilled_in(layout: Layout):
+    ctx, results = context(**sizes_of(layout)), []
+    for loss in KL:
+        model, teacher = (model_in(MODELS[name], ctx) for name in ("llama", "gpt2"))
+        batch = rows_of_replica(batch_of("padding"), ctx)
+        del batch["reference"]
+        count = 4 // ctx.dp_size
+        needed = teacher_activations(teacher, num_microbatches=count, **batch)
+        if teacher.has_last:
+            vars(loss)["reference_head"] = teacher.output_head
+        how = {"num_microbatches": count, "schedule": layout.schedule}
+        value = model.train_batch(**batch, **needed, loss=loss, **how)
+        metrics, gradients = model.engine.loss_metrics, parts_of_gradients(model)
+        assert all(parameter.grad is None for parameter in teacher.parameters())
+        results.append((value.item(), metrics, gradients))
+    return results
+
+
+@pytest.mark.parametrize("layout", marked_slow(LAYOUTS, lambda number, _: number > 3))
+def test_distillation_is_that_of_double_precision(ranks, layout):
+    place = Layout.named(layout)
+    results = ranks(distilled_in, place.ranks, place)
+    for number in range(len(KL)):
+        loss, metrics, gradients = expected_kl(number)
+        for value, shown, _ in (of_rank[number] for of_rank in results):
+            assert value == pytest.approx(loss, rel=1e-5)
+            assert shown == pytest.approx(metrics, rel=1e-5)
+        parts = [of_rank[number][-1] for of_rank in results]
+        distance, name = worst_gradient(parts, gradients)
+        assert distance < 1e-5, name

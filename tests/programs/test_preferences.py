@@ -86,6 +86,36 @@ def test_the_margin_grows_alike_in_two_layouts(way, files, ranks, tmp_path):
         assert line == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
+def test_a_student_learns_from_a_teacher_alike_in_two_layouts(files, ranks, tmp_path):
+    texts = ["--data", files / "texts.jsonl", "--tokenizer", "byte", "--vocab-size", "257"]
+    how = (
+        "--steps 4 --loss distill --distill-temperature 0.2 --split 50,50 --eval-steps 1 --lr 5e-3"
+    )
+    words = [
+        *SIZES,
+        *texts,
+        *how.split(),
+        "--lr",
+        "5e-3",
+        "--seq-length",
+        "16",
+        "--reference",
+        files / "base",
+    ]
+    words = [*map(str, words), "--warmup-steps", "1", "--layers", "1", "--seed", "5"]
+    pretrain.main([*words, "--metrics", str(tmp_path / "whole")])
+    layout = [*words, "--tp", "2", "--pp", "1", "--dp", "2", "--metrics", str(tmp_path / "layout")]
+    ranks(pretrain.main, 4, layout)
+    found = [
+        [(line["loss"], line["kl"], line["lm_loss"]) for line in records(path) if "loss" in line]
+        for path in (tmp_path / "whole", tmp_path / "layout")
+    ]
+    assert found[0][-1][1] < 0.5 * found[0][0][1]
+    for line, expected in zip(*found, strict=True):
+        assert line == pytest.approx(expected, rel=1e-4)
+        assert line[0] == pytest.approx(line[1])
+
+
 def of_base(ctx, adapted):
     model = megazoo.from_config("gpt2-tiny", ctx, seed=3)
     ids = torch.arange(20).view(2, 10)
@@ -126,6 +156,7 @@ def test_what_does_not_fit_is_refused(files):
         "--lora-rank 2 --packing": "--packing cannot be used with --loss dpo: remove --packing",
         "--lora-rank 2 --loss lm --dpo-beta 1": "--dpo-beta cannot be used with --loss lm: remove",
         "--lora-rank 2 --loss dpp": "--loss is 'dpp': use one of lm, dpo",
+        "--loss distill": "--loss distill needs a teacher: pass it with --reference",
         "--lora-rank 2 --dpo-label-smoothing 0.5": "--dpo-label-smoothing 0.5 must be below 0.5",
     }.items():
         with pytest.raises(UserError, match=line):
