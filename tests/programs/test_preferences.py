@@ -88,20 +88,9 @@ def test_the_margin_grows_alike_in_two_layouts(way, files, ranks, tmp_path):
 
 def test_a_student_learns_from_a_teacher_alike_in_two_layouts(files, ranks, tmp_path):
     texts = ["--data", files / "texts.jsonl", "--tokenizer", "byte", "--vocab-size", "257"]
-    how = (
-        "--steps 4 --loss distill --distill-temperature 0.2 --split 50,50 --eval-steps 1 --lr 5e-3"
-    )
-    words = [
-        *SIZES,
-        *texts,
-        *how.split(),
-        "--lr",
-        "5e-3",
-        "--seq-length",
-        "16",
-        "--reference",
-        files / "base",
-    ]
+    how = "--steps 4 --loss distill --distill-temperature 0.2 --split 50,50 --eval-steps 1"
+    how += " --lr 5e-3 --seq-length 16"
+    words = [*SIZES, *texts, *how.split(), "--reference", files / "base"]
     words = [*map(str, words), "--warmup-steps", "1", "--layers", "1", "--seed", "5"]
     pretrain.main([*words, "--metrics", str(tmp_path / "whole")])
     layout = [*words, "--tp", "2", "--pp", "1", "--dp", "2", "--metrics", str(tmp_path / "layout")]
