@@ -95,8 +95,8 @@ def train_steps(run: Run, model: Model, optimizer: AdamW, data: Data, recorder: 
             due = {"validation": run.validates_at(step), "test": run.tests_at(step)}
             for name in filter(due.get, due):
                 if not recorder.stopped_by:
-                    batches = getattr(data, name)
-                    result = evaluate(run, model, batches, name, recorder, reference)
+                    held_out = getattr(data, name)
+                    result = evaluate(run, model, held_out, name, recorder, reference)
                     if result:
                         recorder.log_evaluation(step, name, *result)
                     else:
