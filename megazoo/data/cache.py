@@ -13,7 +13,6 @@ from megazoo.data.encoding import CONVERSATION, PREFERENCE, Recipe
 from megazoo.data.formats import (
     given_keys,
     is_conversation,
-    is_preference,
     keys_error,
     reader_for,
 )
@@ -35,6 +34,7 @@ def cached_tokens(
     tokenizer: str,
     chat_template: str | None,
     labels: Labels | None = None,
+    preferences: bool = False,
     rows: RowReader | None = None,
 ) -> list[IndexedTokens]:
     """Return the tokens of a text file; create them at the first call.
@@ -52,7 +52,7 @@ def cached_tokens(
         UserError: An object lacks the keys of its kind or a label, conversations have no
             chat_template, or the directory is not writable.
     """
-    recipe = _recipe_for(path, tokenizer, chat_template, labels, rows)
+    recipe = _recipe_for(path, tokenizer, chat_template, labels, preferences, rows)
     directory = Path(f"{path}.tokens")
     prefix = directory / _name(recipe, rows)
     files = [Path(f"{prefix}_{key}_document") for key in recipe.keys]
@@ -77,6 +77,7 @@ def _recipe_for(
     tokenizer: str,
     chat_template: str | None,
     labels: Labels | None,
+    preferences: bool,
     rows: RowReader | None,
 ) -> Recipe:
     """Return the recipe for the tokens of a file; UserError if the first object of a file cannot be
@@ -87,14 +88,15 @@ def _recipe_for(
         return Recipe((str(path),), tokenizer, append_eod=True, strict=True, paragraphs=True)
     place, value = first_object(path, rows)
     keys = given_keys(value)
-    chats = reader_for(keys) is not None
+    chats = preferences or reader_for(keys) is not None
     if not chats and "text" not in keys:
         problem = keys_error(value, json_file=not place.startswith(ROW))
         raise UserError(f"{path}, {place}: {problem}")
-    if chat_template is None and is_conversation(value):
+    of_messages = preferences and isinstance(value.get("chosen"), list)
+    if chat_template is None and (of_messages or (not preferences and is_conversation(value))):
         tools = None if value.get("tools") in (None, "") else []
         only_template(open_tokenizer(tokenizer), f"the conversations of {path}", tools)
-    of_examples = PREFERENCE if is_preference(value) else CONVERSATION
+    of_examples = PREFERENCE if preferences else CONVERSATION
     keys, template = (of_examples, chat_template) if chats else (TEXT, None)
     return Recipe(
         (str(path),), tokenizer, keys, append_eod=not chats, strict=True, chat_template=template

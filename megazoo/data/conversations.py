@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from megazoo.data.formats import Conversation, Example, Preference, read_example
+from megazoo.data.formats import Conversation, Example, read_example, read_preference
 from megazoo.errors import UserError
 from megazoo.files import read_bytes
 from megazoo.tokenizer.base import Tokenizer, as_text
@@ -94,12 +94,10 @@ def is_jinja(template: str) -> bool:
     return "{%" in template or "{{" in template
 
 
-def encode_parts(tokenizer: Tokenizer, value: dict, template: str | None) -> list[list[int]]:
-    """Return the token ids and the loss mask of an object; for a preference, those of both answers.
-    The arguments and errors are those of `encode_conversation`."""
-    found = read_example(value)
-    examples = found if isinstance(found, Preference) else [found]
-    return [part for each in examples for part in _encoded(tokenizer, each, template)]
+def encode_preference(tokenizer: Tokenizer, value: dict, template: str | None) -> list[list[int]]:
+    """Return the token ids and the loss mask of the chosen and of the rejected answer. The
+    arguments and errors are those of `encode_conversation`."""
+    return [part for each in read_preference(value) for part in _encoded(tokenizer, each, template)]
 
 
 def encode_conversation(
@@ -117,10 +115,7 @@ def encode_conversation(
     tokens are tokens; those in messages are refused. Raises ValueError or UserError for what can't
     be encoded.
     """
-    example = read_example(value)
-    if isinstance(example, Preference):
-        raise ValueError("it is a preference, not a conversation")
-    return _encoded(tokenizer, example, template)
+    return _encoded(tokenizer, read_example(value), template)
 
 
 def _encoded(

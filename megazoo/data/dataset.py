@@ -43,6 +43,7 @@ def open_datasets(
     chat_template: str | None = None,
     packing: bool = False,
     labels: Labels | None = None,
+    preferences: bool = False,
     positions: Sequence[dict | None] | None = None,
     evaluates: bool = True,
     report: Callable[[str], None] = lambda _: None,
@@ -61,7 +62,7 @@ def open_datasets(
     """
     chat_template = template_of(chat_template, tokenizer)
     eod = tokenizer.eod if separate_documents else None
-    encoding = Encoding(tokenizer.source, chat_template, labels)
+    encoding = Encoding(tokenizer.source, chat_template, labels, preferences)
     opening = Opening(
         tokenizer, encoding, sources.shares, seq_length, vocab_size, seed, eod, packing
     )
@@ -147,11 +148,12 @@ def prepare_datasets(
     tokenizer: Tokenizer,
     chat_template: str | None,
     labels: Labels | None = None,
+    preferences: bool = False,
 ) -> None:
     """Tokenize text files and cache the tokens next to them, and open streamed sources to find
     errors early. Tokenizing may take long the first time."""
     for name in sources.names:
-        source_named(name).prepare(Encoding(tokenizer.source, chat_template, labels))
+        source_named(name).prepare(Encoding(tokenizer.source, chat_template, labels, preferences))
 
 
 def needs_preparation(sources: Sources) -> bool:

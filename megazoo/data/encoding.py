@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megazoo.data.conversations import encode_parts
+from megazoo.data.conversations import encode_conversation, encode_preference
 from megazoo.data.formats import keys_of
 from megazoo.data.labels import Labels, encode_texts
 from megazoo.data.text_files import Chunk, object_of_line
@@ -36,7 +36,7 @@ class Recipe:
         tokenizer: name or path of the tokenizer, for `open_tokenizer`.
         keys: keys of the JSON objects. The texts of each key are written to separate files. With
             CONVERSATION or PREFERENCE, the objects are fine-tuning data (see
-            `encode_parts`).
+            `encode_conversation`).
         append_eod: append the tokenizer's end-of-document token to each document.
         strict: raise an error for a line without text.
         chat_template: template of conversations, or None.
@@ -117,9 +117,8 @@ class Encoder:
         keys = self.recipe.keys
         if keys in (CONVERSATION, PREFERENCE):
             value, template = object_of_line(text), self.recipe.chat_template
-            parts = encode_parts(self.tokenizer, value, template)
-            if len(parts) != len(keys):
-                raise ValueError("preferences can't be in a file with other objects")
+            encode = encode_preference if keys == PREFERENCE else encode_conversation
+            parts = encode(self.tokenizer, value, template)
             return [np.array(part, self.dtype) for part in parts]
         if self.recipe.labels:
             return self._encode_labelled(object_of_line(text), self.recipe.labels)

@@ -14,6 +14,7 @@ def fingerprints(
     tokenizer: str,
     chat_template: str | None,
     labels: Labels | None = None,
+    preferences: bool = False,
 ) -> list[dict]:
     """Return the fingerprint of each source as a dictionary for JSON.
 
@@ -21,9 +22,9 @@ def fingerprints(
 
     Args:
         names: the sources, as passed to --data.
-        tokenizer, chat_template, labels: see `Encoding`.
+        tokenizer, chat_template, labels, preferences: see `Encoding`.
     """
-    encoding = Encoding(tokenizer, chat_template, labels)
+    encoding = Encoding(tokenizer, chat_template, labels, preferences)
     return [asdict(source_named(name).fingerprint(encoding)) for name in names]
 
 

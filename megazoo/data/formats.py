@@ -63,9 +63,8 @@ class Preference(NamedTuple):
 Example = Conversation | Completion
 
 
-def read_example(value: dict) -> Example | Preference:
-    """Convert an object to what it contains: a conversation, a prompt and its completion, or a
-    preference.
+def read_example(value: dict) -> Example:
+    """Convert an object to the conversation, or the prompt and completion, that it contains.
 
     Raises:
         ValueError: its keys belong to no format of fine-tuning data, or a value is not valid.
@@ -83,7 +82,7 @@ def given_keys(value: dict) -> list[str]:
     return [key for key, part in value.items() if part is not None]
 
 
-def reader_for(keys: Iterable[str]) -> Callable[[dict], Example | Preference] | None:
+def reader_for(keys: Iterable[str]) -> Callable[[dict], Example] | None:
     """Return the function that reads objects with these keys; None if they are texts, or belong to
     no format."""
     found = set(keys)
@@ -93,19 +92,19 @@ def reader_for(keys: Iterable[str]) -> Callable[[dict], Example | Preference] | 
 def is_conversation(value: dict) -> bool:
     """Return whether an object needs a chat template."""
     read = reader_for(given_keys(value))
-    if read is _of_preference:
-        return isinstance(value["chosen"], list)
     return read is not None and (read is not _of_completion or isinstance(value["prompt"], list))
 
 
 def is_preference(value: dict) -> bool:
     """Return whether an object has an answer that was chosen and one that was rejected."""
-    return reader_for(given_keys(value)) is _of_preference
+    return {"chosen", "rejected"} <= {*given_keys(value)}
 
 
 def keys_error(value: dict, *, json_file: bool = True) -> str:
     """Return the end of an error for an object of no format: its keys, and a command that converts
     such objects. json_file: it is in a JSON file, which the command can read."""
+    if is_preference(value):
+        return f"it has preferences: use --loss dpo; {keys_of(value)}"
     if not json_file:
         return f"{NEEDED}; {keys_of(value)}"
     return (
@@ -201,11 +200,21 @@ def _of_alpaca(value: dict) -> Conversation:
     return Conversation(messages, [True] * len(messages))
 
 
-def _of_preference(value: dict) -> Preference:
-    """Read `chosen` and `rejected`, with or without `prompt`: texts, or lists of messages. Without
-    it, the prompt is what both begin with, as in TRL."""
+def read_preference(value: dict) -> Preference:
+    """Read `chosen` and `rejected`, with or without `prompt`: texts, or lists of messages.
+
+    Without a prompt it is the common beginning of both, as in TRL; also if the prompt is a text and
+    the answers are lists of messages.
+
+    Raises:
+        ValueError: an answer is missing, or is neither.
+    """
+    if not is_preference(value):
+        raise ValueError(f"it has no chosen and rejected answers; {keys_of(value)}")
     answers = {key: value[key] for key in ("chosen", "rejected")}
     prompt, kinds = value.get("prompt"), {type(answer) for answer in answers.values()}
+    if kinds == {list} and isinstance(prompt, str):
+        prompt = None
     if kinds not in ({str}, {list}) or (prompt is not None and {type(prompt)} != kinds):
         raise ValueError("prompt, chosen and rejected must be texts, or lists of messages")
     if prompt is None:
@@ -220,16 +229,17 @@ def _of_preference(value: dict) -> Preference:
 
 
 def _shared(chosen: str | list, rejected: str | list) -> int:
-    """Return the length of what two answers begin with. In texts it ends before a space."""
-    pairs = enumerate(zip(chosen, rejected, strict=False))
-    end = next((n for n, (one, other) in pairs if one != other), min(len(chosen), len(rejected)))
+    """Return the length of the common beginning of two answers, which leaves a part of both. In
+    texts it ends before a space."""
+    most = max(0, min(len(chosen), len(rejected)) - 1)
+    pairs = enumerate(zip(chosen[:most], rejected[:most], strict=True))
+    end = next((n for n, (one, other) in pairs if one != other), most)
     return end - 1 if isinstance(chosen, str) and end and chosen[end - 1] == " " else end
 
 
 # The keys that an object must have, and the function that reads it; None for texts. The first
 # format whose keys it has decides.
-FORMATS: tuple[tuple[frozenset[str], Callable[[dict], Example | Preference] | None], ...] = (
-    (frozenset({"chosen", "rejected"}), _of_preference),
+FORMATS: tuple[tuple[frozenset[str], Callable[[dict], Example] | None], ...] = (
     (frozenset({"messages"}), _of_messages),
     (frozenset({"prompt", "completion"}), _of_completion),
     (frozenset({"text"}), None),

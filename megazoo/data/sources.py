@@ -36,11 +36,13 @@ class Encoding(NamedTuple):
         tokenizer: name or path of the tokenizer, for `open_tokenizer`.
         chat_template: template of conversations, or None.
         labels: format of the labels if the data is for a classifier, otherwise None.
+        preferences: whether rows are read as preferences.
     """
 
     tokenizer: str
     chat_template: str | None = None
     labels: "Labels | None" = None
+    preferences: bool = False
 
 
 @dataclass(frozen=True)

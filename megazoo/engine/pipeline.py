@@ -72,6 +72,7 @@ def run_pipeline(
     ctx = model.ctx
     axis = ctx.token_axis if global_batch else ctx.cp
     labelled = count_labels(model, batches, axis.group, head)
+    tokens = count_labels(model, batches, axis.group) if head else labelled
     keep_graph = keep_graph and torch.is_grad_enabled()
     order = schedule or FORWARD_ONLY[ctx.placement.name]
     table = program(order, ctx.pp_rank, ctx.pp_size, ctx.virtual_size, len(batches))
@@ -95,7 +96,7 @@ def run_pipeline(
         loss_fn=loss_fn,
         head=head,
         weight_queue=weight_queue,
-        auxiliary=losses_of(model, names, batches, labelled, axis),
+        auxiliary=losses_of(model, names, batches, tokens, axis),
     )
     for item in table:
         if isinstance(item, Exchange):

@@ -92,10 +92,12 @@ class TrainingEngine:
         self._check_placement(schedule)
         splits = splits_backward(schedule, self.ctx.pp_size, self.ctx.virtual_size)
         buckets = self.checked_buckets()
+        if loss is not None and loss_fn is not None:
+            raise UserError("loss and loss_fn exclude each other: use one of them")
         own_loss = loss_fn is not None
         micro_batches = self.micro_batches(batch, num_microbatches, step, own_loss, loss)
         head = loss.bound(self.model.output_head) if loss and self.model.has_last else None
-        self._require_labels(micro_batches)
+        self.require_labels(micro_batches)
         queue = WeightQueue(buckets.received) if splits else None
         scale = self.loss_scale.value if self.loss_scale else 1.0
         with self.gradients.of_batch(num_microbatches, queue):
@@ -120,7 +122,7 @@ class TrainingEngine:
             self.checked_buckets()
             batch = Batch(**given)
             micro_batches = self.micro_batches(batch, num_microbatches)
-            self._require_labels(micro_batches)
+            self.require_labels(micro_batches)
         try:
             scale = self.loss_scale.value if self.loss_scale else 1.0
             with self.gradients.of_batch(num_microbatches):
@@ -138,7 +140,7 @@ class TrainingEngine:
         """Run the forward of the batch of a replica without dropout; see `Model.eval_batch`."""
         with without_dropout(self.model):
             micro_batches = self.micro_batches(batch, num_microbatches, loss=loss)
-            self._require_labels(micro_batches)
+            self.require_labels(micro_batches)
             head = loss.bound(self.model.output_head) if loss and self.model.has_last else None
             result = run_pipeline(self.model, micro_batches, head=head)
             self._note_metrics(loss, head, result)
@@ -167,6 +169,8 @@ class TrainingEngine:
     ) -> list[MicroBatch]:
         """Check the batch of a replica, and split it into `count`. step, own_loss, loss: see
         `train_batch`."""
+        if loss is not None and (isinstance(loss, type) or not hasattr(loss, "bound")):
+            raise UserError(f"loss must be a megazoo.losses.Loss, such as DPO(), not {loss!r}")
         self.ctx.require_ranks()
         self.calls += self.model.training
         return batch.micro_batches(
@@ -209,7 +213,7 @@ class TrainingEngine:
                 f"{found}: create the context with schedule={schedule!r}, or use another schedule"
             )
 
-    def _require_labels(self, batches: list[MicroBatch]) -> None:
+    def require_labels(self, batches: list[MicroBatch]) -> None:
         if self.model.stages[-1].last and batches[0].targets is None and batches[0].labels is None:
             raise UserError("the last stage needs labels or targets")
 

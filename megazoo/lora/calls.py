@@ -1,5 +1,6 @@
 """Functions that add adapters to a model, and save, load and merge them."""
 
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -120,6 +121,7 @@ def save(
         megazoo.lora.save(model, "adapter")
         peft.PeftModel.from_pretrained(base, "adapter")
     """
+    _refuse_off(model, "megazoo.lora.save")
     directory, ctx = Path(directory), _context_of(model)
     ctx.require_ranks()
     if not has_adapters(model):
@@ -244,6 +246,7 @@ def merge(model: nn.Module) -> nn.Module:
     Example:
         megazoo.lora.merge(model).save_pretrained("tuned")
     """
+    _refuse_off(model, "megazoo.lora.merge")
     if not has_adapters(model):
         raise UserError("the model has no adapters to merge: add some with megazoo.lora.add")
     for _, layer in linear_layers(model):
@@ -257,6 +260,15 @@ def merge(model: nn.Module) -> nn.Module:
         model.attached = None
         model.engine.parameters_changed()
     return model
+
+
+# Models within a block of `off`.
+_OFF: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+
+
+def _refuse_off(model: nn.Module, call: str) -> None:
+    if model in _OFF:
+        raise UserError(f"{call} can't be called within megazoo.lora.off: call it after the block")
 
 
 @contextmanager
@@ -281,8 +293,10 @@ def off(model: nn.Module) -> Iterator[nn.Module]:
     try:
         for layer in adapted:
             layer.lora = None
+        _OFF.add(model)
         yield model
     finally:
+        _OFF.discard(model)
         for layer, kept in zip(adapted, adapters, strict=True):
             layer.lora = kept
 

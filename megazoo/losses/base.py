@@ -1,13 +1,15 @@
 """What a loss is, and the registry of losses."""
 
+import re
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
 import torch
 
 from megazoo.constants import IGNORE_INDEX
 from megazoo.engine.microbatch import MicroBatch
+from megazoo.errors import UserError
 from megazoo.losses.options import LOSS_OPTIONS
 from megazoo.models.outputs import LanguageModelHead, OutputHead
 from megazoo.parallel.collectives import all_reduce
@@ -116,10 +118,21 @@ def register_loss(name: str) -> Callable[[Class], Class]:
     """Return a class decorator that registers a loss.
 
     Args:
-        name: Its name in --loss.
+        name: Its name in --loss: lower-case letters, digits and underscores.
+
+    Raises:
+        UserError: The name is taken or not valid, or a field has no default.
     """
+    if not re.fullmatch("[a-z][a-z0-9_]*", name) or name == "lm":
+        raise UserError(
+            f"a loss can't have the name {name!r}: use lower-case letters, digits and underscores, "
+            "and not lm"
+        )
 
     def register(loss: Class) -> Class:
+        for f in fields(loss):
+            if f.default is MISSING:
+                raise UserError(f"the field {f.name} of the loss {name} needs a default")
         LOSSES[name] = LOSS_OPTIONS[name] = loss
         return loss
 

@@ -7,9 +7,11 @@ import torch
 import torch.nn.functional as F
 
 from megazoo.engine.microbatch import MicroBatch
-from megazoo.errors import check_number
+from megazoo.errors import UserError, check_number
 from megazoo.losses.base import Loss, register_loss
 from megazoo.losses.options import DPOOptions
+
+VARIANTS = ("sigmoid", "hinge", "ipo", "simpo")
 
 
 @register_loss("dpo")
@@ -33,8 +35,16 @@ class DPO(DPOOptions, Loss):
     )  # fmt: skip
 
     def __post_init__(self):
+        if self.variant not in VARIANTS:
+            known = ", ".join(VARIANTS)
+            raise UserError(f"DPO has no variant {self.variant!r}: use one of {known}")
         check_number("beta", self.beta, 0)
+        check_number("gamma", self.gamma, 0)
         check_number("label_smoothing", self.label_smoothing, 0, 0.5)
+        if not self.beta:
+            raise UserError("DPO needs a beta above 0")
+        if self.label_smoothing and self.variant in ("hinge", "ipo"):
+            raise UserError(f"DPO's variant {self.variant} has no label_smoothing: use 0")
 
     @property
     def needs(self) -> dict[str, Literal["row", "token", "part"]]:

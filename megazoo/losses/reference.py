@@ -76,6 +76,7 @@ def _collected(name: str, loss: Loss, model: Any, count: int, batch: dict) -> di
     """Run forwards of a model, and return what the loss computes on the last stage."""
     with without_dropout(model):
         micro_batches = model.engine.micro_batches(Batch(**batch), count)
+        model.engine.require_labels(micro_batches)
         head = loss.bound(model.output_head) if model.has_last else None
         collect = head.full_outputs if head else None
         found = run_pipeline(model, micro_batches, head=head, collect=collect).collected

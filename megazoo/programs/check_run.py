@@ -258,7 +258,10 @@ def check_files(recorded: Recorded, settings: dict, weights: Weights, import_: P
     inputs = {
         "data": list(check_data(tuple(data), settings["split"]).names),
         "tokenizer": [settings["tokenizer"]],
-        "weights": directories_of(weights, settings.get("lora_load")),
+        "weights": [
+            *directories_of(weights, settings.get("lora_load")),
+            *map(str, filter(None, [settings.get("reference")])),
+        ],
         "import": [str(import_)] if import_ else [],
     }
     changes = changed_files(recorded.files, checksums(inputs))

@@ -41,22 +41,21 @@ def prepare_inputs(run: Run) -> None:
     """Check that the data fits the loss, and tokenize texts without cached tokens. For --record,
     also compute the files' checksums."""
     _check_data_of_loss(run)
-    prepare_datasets(run.sources, run.tokenizer, run.options.data.chat_template, run.labels)
+    template = run.options.data.chat_template
+    prepare_datasets(run.sources, run.tokenizer, template, run.labels, run.has_pairs)
     if run.options.logging.record:
         run.files = checksums(inputs_of(run))
 
 
 def _check_data_of_loss(run: Run) -> None:
-    """Raise UserError if the loss needs preferences and a source has none, or the reverse."""
-    for source in map(source_named, run.sources.names):
+    """Raise UserError if the loss needs preferences, and a source has none."""
+    for source in map(source_named, run.sources.names) if run.has_pairs else ():
         row = source.first_row()
-        has_pairs = row is not None and is_preference(row[1])
-        if has_pairs != (run.loss is not None and run.loss.rows_together == 2):
-            has = "has preferences" if has_pairs else "has no chosen and rejected answers"
-            use = "use --loss dpo" if has_pairs else "use other data, or --loss lm"
-            name = run.options.loss.loss
+        if row is None or not is_preference(row[1]):
+            streamed = " or streamed" if source.streamed else ""
             raise UserError(
-                f"--loss {name} can't be computed from {source.name}, which {has}: {use}"
+                f"--loss {run.options.loss.loss} can't be computed from {source.name}, which has "
+                f"no chosen and rejected answers{streamed}: use a file of rows with them"
             )
 
 
@@ -75,6 +74,7 @@ def open_data(run: Run, model: Model) -> Data:
             chat_template=options.data.chat_template,
             packing=options.data.packing,
             labels=run.labels,
+            preferences=run.has_pairs,
             positions=positions_in(run.state.get("data") or [], run.sources.names),
             evaluates=options.evaluation.eval_steps > 0,
             report=print_rank_0,
@@ -103,7 +103,7 @@ def take_fingerprints(run: Run) -> None:
     from which the run resumes."""
     template = run.options.data.chat_template
     names, tokenizer = run.sources.names, run.tokenizer.source
-    run.fingerprints = fingerprints(names, tokenizer, template, run.labels)
+    run.fingerprints = fingerprints(names, tokenizer, template, run.labels, run.has_pairs)
     for change in changes(run.state.get("data") or [], run.fingerprints):
         print(f"warning: {change}", file=sys.stderr, flush=True)
 
@@ -131,4 +131,6 @@ def take_along_tokenizer(run: Run, model: Model) -> None:
 def trains_conversations(run: Run) -> bool:
     """Return whether a file of the data has conversations, which need a chat template."""
     rows = (source_named(name).first_row() for name in run.sources.names)
+    if run.has_pairs:
+        return any(row and isinstance(row[1].get("chosen"), list) for row in rows)
     return not run.labels and any(row and is_conversation(row[1]) for row in rows)

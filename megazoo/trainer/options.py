@@ -570,10 +570,9 @@ class LossOptions:
     @property
     def given(self) -> dict[str, Any]:
         """The given options of the loss, by the names of its fields."""
-        values = {name: getattr(self, name) for name in parts_of("loss")}
-        own = {name: value for name, value in values.items() if name.startswith(f"{self.loss}_")}
-        given = {name: value for name, value in own.items() if value is not None}
-        return {name.removeprefix(f"{self.loss}_"): value for name, value in given.items()}
+        own = fields(LOSS_OPTIONS[self.loss]) if self.loss in LOSS_OPTIONS else ()
+        values = {f.name: getattr(self, f"{self.loss}_{f.name}") for f in own}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass

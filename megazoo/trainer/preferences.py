@@ -1,6 +1,7 @@
 """The loss of a run, and the reference that preferences are compared with."""
 
 from contextlib import nullcontext
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,6 +10,7 @@ from megazoo import lora
 from megazoo.errors import UserError
 from megazoo.losses import Loss, reference_logprobs, teacher_activations
 from megazoo.losses.base import LOSSES
+from megazoo.losses.options import LOSS_OPTIONS
 from megazoo.models.base import Model
 from megazoo.models.pretrained import load_weights, open_source
 from megazoo.settings import flag_of
@@ -22,8 +24,9 @@ def loss_of(options: Options) -> Loss | None:
     """Return the loss of a run; None for the cross-entropy. UserError for an option of another
     loss."""
     chosen = options.loss
-    for name in parts_of("loss"):
-        if options.values[name] is not None and not name.startswith(f"{chosen.loss}_"):
+    own = fields(LOSS_OPTIONS[chosen.loss]) if chosen.loss in LOSS_OPTIONS else ()
+    for name in parts_of("loss").keys() - {f"{chosen.loss}_{f.name}" for f in own}:
+        if options.values[name] is not None:
             flag = flag_of(name)
             raise UserError(f"{flag} cannot be used with --loss {chosen.loss}: remove {flag}")
     if chosen.loss == "lm":
@@ -53,7 +56,7 @@ class Reference:
         self.model: Any = model
         self.off: Any = nullcontext
         self.compute = next((COMPUTED[name] for name in COMPUTED if name in needs), None)
-        if "reference" in needs and model.attached:
+        if self.compute and not run.options.loss.reference:
             self.off = lora.off
         elif self.compute and self.loss:
             source = open_source(str(run.options.loss.reference))

@@ -134,7 +134,10 @@ def inputs_of(run) -> dict[str, list[str]]:
     return {
         "data": list(run.sources.names),
         "tokenizer": [str(run.tokenizer.source)],
-        "weights": directories_of(run.weights, run.options.lora.lora_load),
+        "weights": [
+            *directories_of(run.weights, run.options.lora.lora_load),
+            *map(str, filter(None, [run.options.loss.reference])),
+        ],
         "import": [str(imported)] if imported else [],
     }
 

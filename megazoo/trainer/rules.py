@@ -1,6 +1,7 @@
 """Check the settings of a run before anything is built."""
 
 from dataclasses import fields, replace
+from pathlib import Path
 
 from megazoo.checkpoint.locks import run_lock
 from megazoo.checkpoint.places import is_step_name
@@ -10,7 +11,7 @@ from megazoo.errors import UserError, any_of
 from megazoo.families.config import fields_of_training
 from megazoo.families.registry import FAMILIES, family_of, tiny_preset
 from megazoo.models.counts import whole_model
-from megazoo.models.pretrained import with_labels
+from megazoo.models.pretrained import open_source, with_labels
 from megazoo.models.registry import find_config
 from megazoo.models.rules import check_batch, check_layout, check_offload, check_sequence
 from megazoo.optim.learning_rate import LR_SCHEDULES, own_options
@@ -220,6 +221,9 @@ def _check_weights_stay(options: Options, weights: Weights) -> None:
 def _check_loss(options: Options, config, weights: Weights) -> None:
     """Raise UserError if the loss does not fit the model or the adapters."""
     loss, name = loss_of(options), options.loss.loss
+    needs = set(loss.needs) & {"reference", "teacher"} if loss else set()
+    if options.loss.reference and not needs:
+        raise UserError(f"--reference cannot be used with --loss {name}: remove --reference")
     if not loss:
         return
     if config.num_labels:
@@ -227,13 +231,42 @@ def _check_loss(options: Options, config, weights: Weights) -> None:
     if options.data.packing:
         raise UserError(f"--packing cannot be used with --loss {name}: remove --packing")
     has_adapters = weights.settings or options.lora.lora_load
-    if "teacher" in loss.needs and not options.loss.reference:
+    if options.loss.reference:
+        _check_reference(options, config, options.loss.reference)
+        return
+    if "teacher" in needs:
         raise UserError(f"--loss {name} needs a teacher: pass it with --reference")
-    if "reference" in loss.needs and not has_adapters and not options.loss.reference:
+    if needs and has_adapters and options.training.train_only:
+        raise UserError(
+            f"--loss {name} with --train-only needs a reference: pass the model to compare with, "
+            "such as that of --load, with --reference"
+        )
+    if needs and not has_adapters:
         raise UserError(
             f"--loss {name} needs a reference: train adapters (--lora-rank), or pass the model to "
             "compare with, such as that of --load, with --reference"
         )
+
+
+def _check_reference(options: Options, config, reference: Path) -> None:
+    """Raise UserError if --reference is not a model that fits the run, or is in --save."""
+    path, save = reference.resolve(), options.checkpoint.save
+    if save and save.resolve() in (path, path.parent if is_step_name(path.name) else path):
+        raise UserError(
+            f"--reference {reference} is in the directory of --save, whose model changes: use "
+            "another directory for --save"
+        )
+    try:
+        other = open_source(str(reference)).config
+    except UserError as error:
+        raise UserError(f"--reference: {error}") from error
+    for name in ("vocab_size", "num_labels"):
+        if getattr(other, name) != getattr(config, name):
+            raise UserError(
+                f"--reference {reference} has {name} {getattr(other, name)}, but the model has "
+                f"{getattr(config, name)}: use a model with the same tokens"
+            )
+    check_sequence(FAMILIES[family_of(other)], other, options.training.seq_length)
 
 
 def _check_tasks(options: Options, config) -> None:

@@ -88,6 +88,11 @@ class Run(Settings):
         return loss_of(self.options)
 
     @property
+    def has_pairs(self) -> bool:
+        """Whether the rows of the data are preferences."""
+        return self.loss is not None and self.loss.rows_together == 2
+
+    @property
     def batch_sizes(self) -> BatchSizes:
         """The global batch size of each step."""
         training = self.options.training

@@ -133,6 +133,11 @@ def test_off_gives_the_base_in_every_layout(ranks):
     assert expected == of_base(megazoo.ParallelContext(), adapted=False)
     for found in ranks(of_layout, 4, {"tp": 2, "pp": 2}):
         torch.testing.assert_close(torch.tensor(found), torch.tensor(expected))
+    model = megazoo.lora.add(megazoo.from_config("gpt2-tiny"))
+    within = pytest.raises(UserError, match="merge can't be called within megazoo")
+    with within, megazoo.lora.off(model):
+        megazoo.lora.merge(model)
+    assert megazoo.lora.has_adapters(model)
     none = megazoo.lora.off(megazoo.from_config("gpt2-tiny"))
     with pytest.raises(UserError, match="the model has no adapters to turn off"), none:
         pass
@@ -146,14 +151,20 @@ def test_what_does_not_fit_is_refused(files):
         "--lora-rank 2 --loss lm --dpo-beta 1": "--dpo-beta cannot be used with --loss lm: remove",
         "--lora-rank 2 --loss dpp": "--loss is 'dpp': use one of lm, dpo",
         "--loss distill": "--loss distill needs a teacher: pass it with --reference",
+        f"--reference {files}/base --save {files}/base": "is in the directory of --save",
+        "--reference none": "--reference: ",
+        "--lora-rank 2 --dpo-variant simpo --reference none": "--reference cannot be used with",
+        "--lora-rank 2 --train-only lora|norm": "with --train-only needs a reference: pass",
+        "--lora-rank 2 --dpo-beta 0": "DPO needs a beta above 0",
+        "--lora-rank 2 --dpo-variant ipo --dpo-label-smoothing 0.1": "ipo has no label_smoothing",
         "--lora-rank 2 --dpo-label-smoothing 0.5": "--dpo-label-smoothing 0.5 must be below 0.5",
     }.items():
         with pytest.raises(UserError, match=line):
             pretrain.prepare(job(files, "--steps", "1", *words.split()))
     for words, line in {
-        f"--data {files}/texts.jsonl": "which has no chosen and rejected answers: use other data",
+        f"--data {files}/texts.jsonl": "which has no chosen and rejected answers: use a file of",
         "--data mock": "--loss dpo can't be computed from mock, which has no chosen",
-        "--loss lm": "pairs.jsonl, which has preferences: use --loss dpo",
+        "--loss lm": "pairs.jsonl, line 1: it has preferences: use --loss dpo",
     }.items():
         with pytest.raises(UserError, match=line):
             pretrain.main(job(files, *base, *words.split()))

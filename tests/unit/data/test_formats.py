@@ -17,7 +17,7 @@ from megazoo.data import preprocess as module
 from megazoo.data.cache import cached_tokens
 from megazoo.data.conversations import encode_conversation, template_of
 from megazoo.data.encoding import Recipe
-from megazoo.data.formats import read_example
+from megazoo.data.formats import read_example, read_preference
 from megazoo.data.indexed import IndexedTokens
 from megazoo.data.preprocess import preprocess
 from megazoo.data.sources import source_named
@@ -211,8 +211,7 @@ MISTAKES = {
     '{messages: ."dialog"}': {"dialog": TALK},
     'objects | ."data"[]': {"version": "1", "data": [{"messages": TALK}]},
     "jq -c '{messages: .}'": TALK[0],
-    "it is a preference, not a conversation": {"chosen": TALK[1:2], "rejected": TALK[3:]},
-    "prompt, chosen and rejected must be texts, or lists": {"chosen": "a", "rejected": TALK},
+    "it has preferences: use --loss dpo": {"chosen": TALK[1:2], "rejected": TALK[3:]},
     'user", content: ."instruction"}, {role: "assistant", content: ."response"}': {
         "instruction": "a", "context": "x", "response": "b", "category": "qa",
     },
@@ -467,11 +466,11 @@ TEXTS = {"prompt": "a b", "chosen": " c d", "rejected": " c e"}
         (TEXTS, "a b", (" c d", " c e")),
         ({"chosen": "a b c d", "rejected": "a b c e"}, "a b c", (" d", " e")),
         ({"chosen": "ab", "rejected": "ac"}, "a", ("b", "c")),
-        ({"chosen": "ab", "rejected": "ab c"}, "ab", ("", " c")),
+        ({"chosen": "ab", "rejected": "ab c"}, "a", ("b", "b c")),
     ],
 )
 def test_preferences_of_texts_have_the_prompt_that_both_begin_with(value, prompt, answers):
-    found = read_example(value)
+    found = read_preference(value)
     assert [each.prompt for each in found] == [prompt] * 2
     assert tuple(each.completion for each in found) == answers
 
@@ -482,7 +481,8 @@ def test_preferences_of_messages_have_a_loss_on_the_answers_only():
     for value in (
         {"prompt": asked, "chosen": [good], "rejected": [bad]},
         {"chosen": [*asked, good], "rejected": [*asked, bad]},
+        {"prompt": "q", "chosen": [*asked, good], "rejected": [*asked, bad], "messages": TALK},
     ):
-        found = read_example(value)
+        found = read_preference(value)
         assert [each.messages for each in found] == [[*asked, good], [*asked, bad]]
         assert [each.trained for each in found] == [[False, True]] * 2
