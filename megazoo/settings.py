@@ -45,7 +45,7 @@ def mandatory(metavar: str) -> Any:
 
 @dataclass(frozen=True)
 class Setting:
-    """What is declared about a setting, in addition to its type, default and help.
+    """The declarations of a setting, in addition to its type, default and help.
 
     Rules, records, resumed runs, the agreement of ranks, settings files and translations read it.
 

@@ -1,4 +1,4 @@
-"""What a loss is, and the registry of losses."""
+"""The base class of losses, and their registry."""
 
 import re
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What losses need of a reference model: log-probabilities of rows, or activations."""
+"""Log-probabilities of rows and activations of a reference model, which losses need."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from megazoo.parallel.failure import on_all_ranks
 
 
 class _OfRows(Loss):
-    """Computes no loss, but the log-probability of each row's labels: fp32 [batch]."""
+    """Computes the log-probability of each row's labels, fp32 [batch], and no loss."""
 
     def has_loss(self, batch: MicroBatch) -> bool:
         return False
@@ -26,7 +26,7 @@ class _OfRows(Loss):
 
 
 class _Activations(_OfRows):
-    """Computes no loss, but the activations of the last stage."""
+    """Returns the activations of the last stage, and computes no loss."""
 
     def outputs(self, x: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         return x

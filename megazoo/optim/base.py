@@ -108,7 +108,7 @@ class ModelOptimizer(torch.optim.Optimizer):
             self.state[entry.name][AVERAGE].copy_(self._weights(entry))
 
     def _average(self) -> None:
-        """Move the average of every weight towards the weight: `ema` is what remains of it."""
+        """Update the average of every weight: ema * average + (1 - ema) * weight."""
         if self.ema and self.entries:
             averages = [self.state[entry.name][AVERAGE] for entry in self.entries]
             weights = [self._weights(entry).float() for entry in self.entries]

@@ -1,4 +1,4 @@
-"""What a run does at its events: lines, metrics, the record, the profile and functions of users.
+"""Callbacks of a run: lines, metrics, the record, the profile and functions of users.
 
 A file of --import registers a further callback:
 

@@ -1,4 +1,4 @@
-"""The loss of a run, and the reference that preferences are compared with."""
+"""The loss of a run, and its reference model."""
 
 from contextlib import nullcontext
 from dataclasses import fields

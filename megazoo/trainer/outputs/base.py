@@ -1,4 +1,4 @@
-"""What an output of metrics is, and the registry of outputs. Nothing here imports torch, which
+"""The base class of outputs of metrics, and their registry. Nothing here imports torch, which
 --help does not need."""
 
 import os
