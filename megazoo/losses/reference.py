@@ -1,9 +1,12 @@
 """Log-probabilities of rows and activations of a reference model, which losses need."""
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
+from megazoo import lora
 from megazoo.engine.batch import Batch
 from megazoo.engine.microbatch import MicroBatch
 from megazoo.engine.pipeline import run_pipeline
@@ -81,3 +84,43 @@ def _collected(name: str, loss: Loss, model: Any, count: int, batch: dict) -> di
         collect = head.full_outputs if head else None
         found = run_pipeline(model, micro_batches, head=head, collect=collect).collected
     return {} if found is None else {name: found}
+
+
+# Functions that compute what a loss needs of a reference, by the name of the tensor.
+COMPUTED = {"reference": reference_logprobs, "teacher": teacher_activations}
+
+
+class Reference:
+    """A loss, and what it needs of a reference for each batch.
+
+    Attributes:
+        loss: The loss; None for the cross-entropy.
+        model: The reference; None if the loss needs none.
+    """
+
+    def __init__(self, loss: Loss | None, model: Any, other: Callable[[], Any] | None = None):
+        """Create the reference of a model.
+
+        Args:
+            loss: the loss; None for the cross-entropy.
+            model: the trained model. Without its adapters it is the reference, unless there is
+                `other`.
+            other: returns a model in the same layout. It is called if the loss needs a reference.
+        """
+        needs = loss.needs if loss else {}
+        self.loss, self.model = loss, None
+        self._compute = next((COMPUTED[name] for name in COMPUTED if name in needs), None)
+        self._off: Any = nullcontext if other else lora.off
+        if self._compute and loss:
+            self.model = other() if other else model
+            if other:
+                self.model.eval().requires_grad_(False)
+            if other and self.model.has_last:
+                vars(loss)["reference_head"] = self.model.output_head
+
+    def __call__(self, batch: dict[str, Any], microbatches: int) -> dict[str, torch.Tensor]:
+        """Return the named tensors of a batch; {} if the loss needs none."""
+        if not self._compute:
+            return {}
+        with self._off(self.model):
+            return self._compute(self.model, num_microbatches=microbatches, **batch)

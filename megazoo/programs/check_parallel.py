@@ -88,6 +88,9 @@ class Options(ImportOption):
     routers."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """Optimizer. muon: Muon for the matrices of linear layers, AdamW for all other parameters."""
+    loss: str = "lm"
+    """Loss: lm, dpo, distill, or one that --import registers. Its reference is the model without
+    adapters; without --lora-rank, a model with other random weights."""
     ranks: int = 4
     """Maximum number of ranks for --layouts all. They are processes on this machine."""
     steps: int = 3
@@ -161,6 +164,8 @@ def check_options(options: Options) -> None:
         )
     if not options.resume and (options.dtype != "float32" or options.offload_optimizer):
         raise UserError("--dtype and --offload-optimizer need --resume")
+    if options.loss != Options.loss and (options.types or options.resume):
+        raise UserError("--loss cannot be combined with --types and --resume")
     if options.resume and options.layouts == "all":
         raise UserError("--resume needs a list of --layouts, not all: they are combined in pairs")
 
@@ -178,6 +183,7 @@ def train_in_every_layout(options: Options, config: Any, layouts: list[Layout]) 
         import_=options.import_,
         lora_rank=options.lora_rank,
         optimizer=options.optimizer,
+        loss=options.loss,
         steps=options.steps,
         tolerance=options.tolerance,
     )

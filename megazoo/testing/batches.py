@@ -12,7 +12,7 @@ KINDS = ("plain rows", "packed documents", "padding")
 DOCUMENTS = (5, 3, 7, 1, 9)  # lengths of packed documents in tokens, repeated
 
 
-def make_batch(step: int, vocab: int, longest: int) -> dict[str, torch.Tensor]:
+def make_batch(step: int, vocab: int, longest: int, rows: int = ROWS) -> dict[str, torch.Tensor]:
     """Return the global batch of a step.
 
     Plain rows have labels, which the model shifts. The other kinds have targets, which are shifted
@@ -22,22 +22,23 @@ def make_batch(step: int, vocab: int, longest: int) -> dict[str, torch.Tensor]:
         step: Number of the step, from 0.
         vocab: Vocabulary size.
         longest: Maximum sequence length of the model, in tokens.
+        rows: Number of rows of the global batch.
 
     Returns:
-        Arguments of `Model.train_batch`: tensors [ROWS, sequence].
+        Arguments of `Model.train_batch`: tensors [rows, sequence].
     """
     generator, kind = torch.Generator().manual_seed(1000 + step), KINDS[step % len(KINDS)]
     sequence = min(SEQUENCE, longest)
     if kind == "padding" and sequence > 1:
         sequence -= 1 - sequence % 2  # an odd length, so that ranks must pad the sequence
-    tokens = torch.randint(0, vocab, (ROWS, sequence + 1), generator=generator)
-    share = torch.arange(1, ROWS + 1)[:, None] / ROWS
-    keep = torch.rand(ROWS, sequence, generator=generator) < share
+    tokens = torch.randint(0, vocab, (rows, sequence + 1), generator=generator)
+    share = torch.arange(1, rows + 1)[:, None] / rows
+    keep = torch.rand(rows, sequence, generator=generator) < share
     more = {}
     if kind == "packed documents":
-        more = _documents(sequence)
+        more = _documents(rows, sequence)
     elif kind == "padding":
-        more = {"attention_mask": _padding(sequence)}
+        more = {"attention_mask": _padding(rows, sequence)}
         keep &= more["attention_mask"].bool()
     if kind == "plain rows":
         labels = tokens[:, :-1].masked_fill(~keep, IGNORE_INDEX)
@@ -57,28 +58,28 @@ def micro_batches_of(dp: int) -> int:
     return max(count for count in range(1, MICRO_BATCHES + 1) if ROWS // dp % count == 0)
 
 
-def _documents(sequence: int) -> dict[str, torch.Tensor]:
+def _documents(count: int, sequence: int) -> dict[str, torch.Tensor]:
     """Return document ids and positions. The document lengths are odd and differ between rows."""
     rows = []
-    for row in range(ROWS):
+    for row in range(count):
         lengths = [DOCUMENTS[(row + n) % len(DOCUMENTS)] for n in range(sequence)]
         numbers = torch.arange(sequence).repeat_interleave(torch.tensor(lengths))
         rows.append(numbers[:sequence])
     documents = torch.stack(rows)
-    place = torch.arange(sequence).expand(ROWS, -1)
+    place = torch.arange(sequence).expand(count, -1)
     starts = torch.ones_like(documents, dtype=torch.bool)
     starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
     first = (place * starts).cummax(dim=1).values  # first position of each token's document
     return {"document_ids": documents, "position_ids": place - first}
 
 
-def _padding(sequence: int) -> torch.Tensor:
+def _padding(rows: int, sequence: int) -> torch.Tensor:
     """Return an attention mask: 1 for tokens, 0 for padding. The first rows are padded on both
     sides, so that a context-parallel rank has only padding. The other rows alternate: left, right,
     none."""
-    place, row = torch.arange(sequence), torch.arange(ROWS)[:, None]
+    place, row = torch.arange(sequence), torch.arange(rows)[:, None]
     quarter = (sequence + 1) // 4
     left, right = place >= quarter, place < 3 * quarter
-    both = row < ROWS // MICRO_BATCHES
+    both = row < rows // MICRO_BATCHES
     mask = (left | (row % 3 == 1) | (row % 3 == 2)) & (right | (row % 3 == 0) | (row % 3 == 2))
     return torch.where(both, left & right, mask).long()

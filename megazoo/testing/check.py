@@ -23,6 +23,7 @@ import torch
 
 from megazoo.errors import UserError, check_number
 from megazoo.families.registry import family_of, tiny_preset
+from megazoo.losses.registry import loss_named
 from megazoo.models.registry import find_config
 from megazoo.parallel.layout import Layout
 from megazoo.testing import usual
@@ -77,6 +78,7 @@ def check_parallel(
     import_: Path | None = None,
     lora_rank: int = 0,
     optimizer: str = "adamw",
+    loss: str = "lm",
     steps: int = 3,
     tolerance: float = 1e-5,
     within: Callable[[], AbstractContextManager] = nullcontext,
@@ -93,6 +95,8 @@ def check_parallel(
         lora_rank: Train adapters of this rank instead of the weights: on all linear layers, experts
             and routers.
         optimizer: adamw or muon.
+        loss: Name of a loss. Its reference is the model without adapters, or a model with other
+            random weights.
         steps: Number of steps.
         tolerance: Relative differences above this count.
         within: An importable function that returns a context manager. Every process trains inside
@@ -102,14 +106,15 @@ def check_parallel(
         A verdict per layout.
 
     Raises:
-        UserError: A layout is invalid, or the model is a classifier.
+        UserError: A layout is invalid, the model is a classifier, or no loss has the name.
         RankError: Training in one process fails.
     """
     check_number("steps", steps, 1, whole=True)
     check_number("tolerance", tolerance, 0)
-    subject = subject_of(model, load, import_, lora_rank, optimizer, within)
+    subject = subject_of(model, load, import_, lora_rank, optimizer, within, loss=loss)
     chosen = [Layout.named(layout) if isinstance(layout, str) else layout for layout in layouts]
     check_layouts(chosen, subject.config)
+    loss_named(loss)  # raises UserError
     with tempfile.TemporaryDirectory(prefix="megazoo-check-") as directory:
         record, pool = Path(directory) / "one_process.pt", RankPool()
         try:
@@ -133,6 +138,7 @@ def subject_of(
     within: Callable[[], AbstractContextManager],
     dtype: str = "float32",
     offload: bool = False,
+    loss: str = "lm",
 ) -> Subject:
     """Return the Subject of a check.
 
@@ -159,6 +165,7 @@ def subject_of(
         within,
         dtype,
         offload,
+        loss,
     )
 
 

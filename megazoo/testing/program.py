@@ -19,17 +19,19 @@ import torch
 import torch.distributed as dist
 
 from megazoo.environment import is_rank_zero
-from megazoo.families.registry import FAMILIES
+from megazoo.families.registry import FAMILIES, config_from_dict
+from megazoo.losses.registry import loss_named
 from megazoo.models.base import Model
+from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.layout import Layout
 from megazoo.settings import with_settings
 from megazoo.testing.batches import ROWS, micro_batches_of
 from megazoo.testing.distances import relative
 from megazoo.testing.draws import recorded_seeds
-from megazoo.testing.trial import Subject
+from megazoo.testing.trial import Subject, distant_model
 from megazoo.trainer.adapters import open_weights
 from megazoo.trainer.loop import train
-from megazoo.trainer.options import Options, layout_settings
+from megazoo.trainer.options import Options, layout_settings, with_registered
 from megazoo.trainer.preparation import check, complete, connect
 from megazoo.trainer.run import Run
 from megazoo.trainer.state import resumed_state
@@ -39,7 +41,7 @@ EQUAL = ("loss", "grad_norm", "lr", "eval_loss")  # metrics that are the same in
 OTHER_EQUAL = ("consumed", "auxiliary_", "expert_load")  # the first characters of other ones
 SEQUENCE = 24  # tokens
 VOCABULARY = 264  # at least the 257 tokens of the byte tokenizer
-CONFIG, DATA = "model.json", "rows.jsonl"
+CONFIG, DATA, REFERENCE = "model.json", "rows.jsonl", "reference"
 PEAK = 0.5  # TFLOP/s, for the MFU
 
 
@@ -55,6 +57,7 @@ class Numbers:
         changed: Parameters of this rank that an evaluation changes.
         logged: The metrics of each step.
         ranks: Number of ranks.
+        metrics: Names of the metrics of the loss.
     """
 
     seeds: list[int] = field(default_factory=list)
@@ -64,6 +67,7 @@ class Numbers:
     changed: set[str] = field(default_factory=set)
     logged: list[dict[str, Any]] = field(default_factory=list)
     ranks: int = 1
+    metrics: tuple[str, ...] = ()
 
     def values(self) -> Iterator[tuple[str, float]]:
         """Yield the name and the value of each number of the metrics that must be the same in every
@@ -71,7 +75,8 @@ class Numbers:
         for record in self.logged:
             when = f"step {record['step']}"
             for name, value in record.items():
-                if name in EQUAL or name.startswith(OTHER_EQUAL):
+                of_loss = name.removeprefix("eval_") in self.metrics
+                if name in EQUAL or name.startswith(OTHER_EQUAL) or of_loss:
                     yield f"{name} of {when}", value
             if "tokens_per_second" in record:
                 tokens = record["tokens_per_second"] * record["step_time"]
@@ -105,6 +110,7 @@ def run_the_program(
     quiet = redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO())
     with subject.within(), _recorded(numbers), quiet[0], quiet[1]:
         run = _run_with(settings)
+        numbers.metrics = run.loss.metrics if run.loss else ()
         train(run, connect(run))
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -128,7 +134,9 @@ def differences(found: Numbers, expected: Numbers, tolerance: float) -> Iterator
             math.nan if number is None else number for number in (here.get(name), there.get(name))
         )
         most = tolerance * (10 if name.startswith("grad_norm") else 1)
-        if not relative(abs(value - other), abs(other)) <= most:
+        # A metric of a loss can be a difference that is almost 0.
+        least = 1.0 if name.split(" of ")[0].removeprefix("eval_") in found.metrics else 0.0
+        if not relative(abs(value - other), max(abs(other), least)) <= most:
             yield f"{name} is {value:.7g}, but {other:.7g} in one process"
 
 
@@ -166,13 +174,19 @@ def _unlike(
 
 
 def write_inputs(subject: Subject, directory: Path) -> None:
-    """Write the config of the model and the data of the runs. The model has the vocabulary of the
-    byte tokenizer, and no dropout."""
+    """Write the config of the model, the data of the runs, and the model that a loss needs as a
+    reference. The models have the vocabulary of the byte tokenizer, and no dropout."""
     values = {**subject.values, "vocab_size": VOCABULARY}
     values |= {name: 0.0 for name in values if name.endswith("dropout")}
     (directory / CONFIG).write_text(json.dumps({"model": subject.family, **values}))
     lengths = [18 if n % 8 == 3 or n > 80 else 1 + n % 3 for n in range(4 * ROWS)]  # uneven
     rows = [{"prompt": "ab", "completion": "c" * length} for length in lengths]
+    loss = loss_named(subject.loss)
+    if loss and loss.rows_together == 2:
+        rows = [{"prompt": "ab", "chosen": "c" * size, "rejected": "de"} for size in lengths]
+    if loss and loss.needs:
+        config = config_from_dict(subject.family, values)
+        distant_model(config, ParallelContext()).save_parallelized(directory / REFERENCE)
     (directory / DATA).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -213,11 +227,12 @@ def _recorded(numbers: Numbers) -> Iterator[None]:
 
 def _run_with(settings: dict) -> Run:
     """Return the run of these settings, which resumes if they name a checkpoint."""
-    options = with_settings(Options(), settings)
+    new = with_registered(Options)
+    options = with_settings(new(), settings)
     weights = open_weights(options)
     resumed = weights.resumed(options)
     state = resumed_state(resumed)
-    options = with_settings(Options(), {**state["settings"], **settings})
+    options = with_settings(new(), {**state["settings"], **settings})
     run = complete([], options, weights, state, resuming=resumed is not None)
     return check(run, options.replicas)
 
@@ -226,12 +241,14 @@ def _settings(subject: Subject, layout: Layout, directory: Path) -> dict[str, An
     """Return the settings of the run."""
     longest = FAMILIES[subject.family].longest_sequence(subject.config)
     adapters = {"lora_rank": subject.lora_rank, "lora_targets": ",".join(subject.targets)}
+    reference = directory / REFERENCE
+    loss = {"loss": subject.loss, "reference": reference if reference.exists() else None}
     return {
         "model": str(directory / CONFIG), "data": (str(directory / DATA),), "split": "50,50,0",
         "seq_length": min(longest, SEQUENCE), "global_batch_size": ROWS,
         "micro_batch_size": ROWS // layout.dp // micro_batches_of(layout.dp),
         "steps": STEPS, "eval_interval": 1, "eval_steps": EVALUATED, "peak_tflops": PEAK,
         "dtype": "float32", "device": "cpu", "optimizer": subject.optimizer,
-        **(adapters if subject.lora_rank else {}),
+        **(adapters if subject.lora_rank else {}), **loss,
         **{name: getattr(layout, name) for name in layout_settings(type(layout))},
     }  # fmt: skip

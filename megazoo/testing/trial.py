@@ -17,6 +17,8 @@ from megazoo.evaluation.scoring import score
 from megazoo.families.registry import config_from_dict
 from megazoo.layers import Attend, Dropout
 from megazoo.lora.settings import every_target, is_adapter
+from megazoo.losses.reference import Reference
+from megazoo.losses.registry import loss_named
 from megazoo.models.counts import whole_model
 from megazoo.models.pretrained import from_pretrained
 from megazoo.models.registry import from_config
@@ -77,6 +79,7 @@ class Subject:
         within: Function that returns a context manager in which every process trains.
         dtype: Name of the data type of the parameters.
         offload: Whether the state of the optimizer is stored on the CPU.
+        loss: Name of the loss.
     """
 
     family: str
@@ -88,6 +91,7 @@ class Subject:
     within: Callable[[], AbstractContextManager] = nullcontext
     dtype: str = "float32"
     offload: bool = False
+    loss: str = "lm"
 
     @property
     def config(self) -> Any:
@@ -209,7 +213,7 @@ def train_in_one_process(subject: Subject, steps: int, path: Path) -> None:
         record.rows = _losses_of_rows(model)
         record.matrices = matrix_rows_of(subject.optimizer, model)
         optimizer = make_optimizer(subject.optimizer, model, zero=0)
-        for loss in _train(model, Layout(), steps, record, micro_batches=1):
+        for loss in _train(subject, model, Layout(), steps, record, micro_batches=1):
             record.losses.append(loss)
             record.auxiliary.append(_auxiliary(model))
             gradients = gradients_of(model)
@@ -262,7 +266,7 @@ def train_on_a_rank(
             whole = expected.logits
             found.logits = relative((logits - whole).norm(), whole.norm())
         optimizer = make_optimizer(subject.optimizer, model, layout.zero)
-        training = _train(model, layout, steps, record, micro_batches_of(layout.dp))
+        training = _train(subject, model, layout, steps, record, micro_batches_of(layout.dp))
         steps_of_one = zip(expected.gradients, expected.weights, strict=True)
         for loss, (theirs, stepped) in zip(training, steps_of_one, strict=True):
             found.losses.append(loss)
@@ -344,8 +348,27 @@ def build(subject: Subject, ctx: ParallelContext):
     return model
 
 
+def reference_of(subject: Subject, model) -> Reference:
+    """Return the loss of a check, with its reference: the model without adapters, or one with other
+    random weights."""
+
+    def other():
+        return distant_model(subject.config, model.ctx)
+
+    return Reference(loss_named(subject.loss), model, None if subject.lora_rank else other)
+
+
+def distant_model(config: Any, ctx: ParallelContext):
+    """Return a model with weights so large that its distributions are far from those of a new
+    one."""
+    model = from_config(config, ctx, seed=4)
+    for parameter in model.parameters():
+        parameter.data.mul_(4)
+    return model
+
+
 def _train(
-    model, layout: Layout, steps: int, record: Record, micro_batches: int
+    subject: Subject, model, layout: Layout, steps: int, record: Record, micro_batches: int
 ) -> Iterator[float]:
     """Yield the loss of each step. The caller then runs the optimizer step.
 
@@ -353,12 +376,21 @@ def _train(
     of the first steps are added to `record`.
     """
     config = model.config
-    longest = model.longest_sequence(config)
+    longest, reference = model.longest_sequence(config), reference_of(subject, model)
+    rows = ROWS * (reference.loss.rows_together if reference.loss else 1)
     for step in range(steps):
-        batch = make_batch(step, config.vocab_size, longest)
-        with _recording(model, record) if step < len(KINDS) else nullcontext():
+        batch = make_batch(step, config.vocab_size, longest, rows)
+        batch = {name: own_rows(tensor, model.ctx) for name, tensor in batch.items()}
+        named = reference(batch, micro_batches)
+        with (
+            _recording(model, record, len(batch["input_ids"]))
+            if step < len(KINDS)
+            else nullcontext()
+        ):
             loss = model.train_batch(
-                **{name: own_rows(tensor, model.ctx) for name, tensor in batch.items()},
+                **batch,
+                **named,
+                loss=reference.loss,
                 num_microbatches=micro_batches,
                 schedule=layout.schedule,
                 step=step,
@@ -377,9 +409,10 @@ def _copies(model) -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def _recording(model, record: Record):
+def _recording(model, record: Record, rows: int):
     """Within this block, record the inputs and outputs of modules (added to `record.activations` at
-    the end), and the random generators that they use."""
+    the end), and the random generators that they use. rows: of the batch; tensors of another length
+    are omitted."""
     handles, kept, states = [], {}, [_generator_states()]
 
     def drawn(name: str, before: dict[str, bytes]) -> None:
@@ -414,8 +447,9 @@ def _recording(model, record: Record):
         for handle in handles:
             handle.remove()
         alike = {
-            key: parts  # skip modules that are called with different shapes
+            key: torch.cat(parts)  # skip modules that are called with different shapes
             for key, parts in kept.items()
             if len({part.shape[1:] for part in parts}) == 1
         }
-        record.activations.append({key: torch.cat(parts) for key, parts in alike.items()})
+        found = {key: whole for key, whole in alike.items() if len(whole) == rows}
+        record.activations.append(found)

@@ -10,6 +10,7 @@ from megazoo.checkpoint import load
 from megazoo.data.loading import Batches
 from megazoo.environment import is_rank_zero
 from megazoo.evaluation.classifying import Tally, evaluate_rows
+from megazoo.losses.reference import Reference
 from megazoo.models.base import Model
 from megazoo.models.pretrained import load_weights
 from megazoo.models.registry import from_config
@@ -21,7 +22,7 @@ from megazoo.trainer.adapters import add_adapters, note_on_trained
 from megazoo.trainer.classifier import measures_of
 from megazoo.trainer.data import Data, open_data, take_along_tokenizer
 from megazoo.trainer.optimizer import make_optimizer
-from megazoo.trainer.preferences import Reference
+from megazoo.trainer.preferences import reference_of
 from megazoo.trainer.recorder import Recorder
 from megazoo.trainer.run import Run
 
@@ -72,7 +73,7 @@ def train_steps(run: Run, model: Model, optimizer: AdamW, data: Data, recorder: 
     """Train until the last step, or until a signal stops the run."""
     workers, schedule = run.options.data.data_workers, run.options.parallel.schedule
     micro, lr_schedule = run.options.training.micro_batch_size, run.lr_schedule
-    starts, reference = run.batch_starts, Reference(run, model)
+    starts, reference = run.batch_starts, reference_of(run, model)
     with closing(data.training.ahead(starts, workers)) as batches:
         for step, start in enumerate(starts, run.first_step + 1):
             with Stopwatch(model.ctx.device) as watch:

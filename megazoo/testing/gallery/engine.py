@@ -116,7 +116,8 @@ BUGS += [
     # Each replica divides its loss by its own label count, and the results are summed.
     Bug("5a", "Labels counted on each replica alone",
         r"labels: the mean is over \d+ labelled tokens, not \d+",
-        pipeline, "count_labels", lambda count, model, batches, group: count(model, batches, None),
+        pipeline, "count_labels",
+        lambda count, model, batches, group, head: count(model, batches, None, head),
         layout="dp2",
         source="prime-rl #2562",
         link="https://github.com/PrimeIntellect-ai/prime-rl/pull/2562"),

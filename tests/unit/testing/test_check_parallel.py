@@ -3,12 +3,14 @@ finds are in test_gallery.py."""
 
 import random
 import re
+from unittest import mock
 
 import pytest
 import torch.nn.functional as F
 
 from megazoo.errors import UserError
 from megazoo.families.registry import FAMILIES
+from megazoo.losses import Loss
 from megazoo.models.registry import find_config
 from megazoo.parallel.sequence import SequenceCut
 from megazoo.programs import check_parallel as tool
@@ -43,6 +45,29 @@ def test_an_overflow_of_experts_is_found_on_a_replica_that_does_not_count():
     """Under ep the norm counts only the first replica of each expert."""
     config = shrink(find_config("mixtral-tiny"))
     assert [verdict.cause for verdict in check_parallel(config, ["dp4ep2"])] == [None]
+
+
+@pytest.mark.parametrize(
+    ("loss", "layout"), marked_slow([("dpo", "cp2"), ("distill", "tp2")], lambda at, _: at == 0)
+)
+def test_a_loss_passes(loss, layout):
+    (verdict,) = check_parallel(shrink(find_config("gpt2-tiny")), [layout], loss=loss)
+    assert verdict.passed, verdict.cause
+
+
+def pairs_counted_on_every_cp_rank():
+    return mock.patch.object(Loss, "counted_once", lambda _, value: value)
+
+
+def test_a_wrong_loss_is_found():
+    how = {"loss": "dpo", "within": pairs_counted_on_every_cp_rank}
+    (verdict,) = check_parallel(shrink(find_config("gpt2-tiny")), ["cp2"], **how)
+    assert re.match("loss: .* though no module's output differs", verdict.cause or "")
+
+
+def test_an_unknown_loss_is_one_line():
+    with pytest.raises(UserError, match="--loss ppo is not registered: use lm, distill, dpo"):
+        next(check_parallel("gpt2", ["tp2"], loss="ppo"))
 
 
 FAILS = """

@@ -113,9 +113,9 @@ def labels_of_its_own_on_one_replica():
     """The second replica divides by its own labels."""
 
     def make(count_labels):
-        def count(model, batches, group):
-            whole = count_labels(model, batches, group)
-            return count_labels(model, batches, None) if model.ctx.dp_rank else whole
+        def count(model, batches, group, head):
+            whole = count_labels(model, batches, group, head)
+            return count_labels(model, batches, None, head) if model.ctx.dp_rank else whole
 
         return count
 
