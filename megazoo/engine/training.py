@@ -47,7 +47,6 @@ class TrainingEngine:
             stages need no gradients.
         auxiliary_losses: means over the last global batch, 0-dimensional fp32, by the names in
             auxiliary_names.
-        loss_metrics: means over the last global batch of the metrics of its loss, by name.
         auxiliary_names: the auxiliary losses that layers of any rank declare: see
             `declared_losses`.
     """
@@ -59,7 +58,7 @@ class TrainingEngine:
         self.first_trained_stage = 0
         self.auxiliary_losses: dict[str, torch.Tensor] = {}
         self.auxiliary_names: dict[str, int] | None = None
-        self.loss_metrics: dict[str, float] = {}
+        self._loss_metrics: tuple[tuple[str, ...], torch.Tensor] = (), torch.zeros(0)
         self.gradients = GradientSums(self._reference)
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._frozen_ties: set[str] | None = None  # frozen tied parameters, once agreed on
@@ -146,18 +145,25 @@ class TrainingEngine:
             self._note_metrics(loss, head, result)
             return result
 
+    @property
+    def loss_metrics(self) -> dict[str, float]:
+        """Return the means over the last global batch of the metrics of its loss, by name. Reading
+        them waits for a GPU."""
+        names, means = self._loss_metrics
+        return dict(zip(names, means.tolist(), strict=True))
+
     def _note_metrics(self, loss: Any, head: Any, result: Result) -> None:
-        """Set `loss_metrics` to the means of the metrics of a loss. head: the loss with the head of
-        this rank's last stage, or None."""
+        """Store the means of the metrics of a loss, for `loss_metrics`. head: the loss with the
+        head of this rank's last stage, or None."""
         names = loss.metrics if loss else ()
-        totals = torch.zeros(len(names), dtype=torch.float64, device=self.ctx.device)
+        self._loss_metrics = (), torch.zeros(0)
         if names:
+            totals = torch.zeros(len(names), dtype=torch.float64, device=self.ctx.device)
             if head and head.totals is not None:
                 totals += head.totals
             all_reduce(totals, self.ctx.token_axis.group)
             totals = broadcast_from_stage(totals, self.ctx.placement.last_rank, self.ctx)
-        means = (totals / result.labelled.clamp(min=1)).tolist() if names else []
-        self.loss_metrics = dict(zip(names, means, strict=True))
+            self._loss_metrics = names, totals / result.labelled.clamp(min=1)
 
     def micro_batches(
         self,

@@ -122,7 +122,7 @@ def evaluate(
 
     The loss is in nats per labelled token; for a classifier, it is the mean over the rows. The
     measures are those of a classifier, the metrics of the loss, or the perplexity. name: of the
-    data, for the progress lines. reference: of preferences.
+    data, for the progress lines. reference: with the loss of the run.
     """
     starts, loss = batches.starts(run.options.evaluation.eval_steps), reference.loss
     total, count, tally, metrics = 0.0, 0.0, Tally(), Counter()
