@@ -89,8 +89,8 @@ class Options(ImportOption):
     optimizer: Literal["adamw", "muon"] = "adamw"
     """Optimizer. muon: Muon for the matrices of linear layers, AdamW for all other parameters."""
     loss: str = "lm"
-    """Loss: lm, dpo, distill, or one that --import registers. Its reference is the model without
-    adapters; without --lora-rank, a model with other random weights."""
+    """Loss: lm, dpo, distill, or one that --import registers. Its reference is a model with other
+    random weights; with --lora-rank, that of dpo is the model without adapters."""
     ranks: int = 4
     """Maximum number of ranks for --layouts all. They are processes on this machine."""
     steps: int = 3

@@ -95,8 +95,8 @@ def check_parallel(
         lora_rank: Train adapters of this rank instead of the weights: on all linear layers, experts
             and routers.
         optimizer: adamw or muon.
-        loss: Name of a loss. Its reference is the model without adapters, or a model with other
-            random weights.
+        loss: Name of a loss. Its reference is a model with other random weights; that of
+            preferences is the model without its adapters, with a lora_rank.
         steps: Number of steps.
         tolerance: Relative differences above this count.
         within: An importable function that returns a context manager. Every process trains inside

@@ -349,13 +349,15 @@ def build(subject: Subject, ctx: ParallelContext):
 
 
 def reference_of(subject: Subject, model) -> Reference:
-    """Return the loss of a check, with its reference: the model without adapters, or one with other
-    random weights."""
+    """Return the loss of a check, with its reference: for preferences the model without adapters,
+    if it has some; otherwise a model with other random weights."""
+    loss = loss_named(subject.loss)
+    without_adapters = subject.lora_rank and loss and "reference" in loss.needs
 
     def other():
         return distant_model(subject.config, model.ctx)
 
-    return Reference(loss_named(subject.loss), model, None if subject.lora_rank else other)
+    return Reference(loss, model, None if without_adapters else other)
 
 
 def distant_model(config: Any, ctx: ParallelContext):

@@ -48,10 +48,15 @@ def test_an_overflow_of_experts_is_found_on_a_replica_that_does_not_count():
 
 
 @pytest.mark.parametrize(
-    ("loss", "layout"), marked_slow([("dpo", "cp2"), ("distill", "tp2")], lambda at, _: at == 0)
+    ("loss", "layout", "lora_rank"),
+    marked_slow(
+        [("distill", "tp2", 2), ("distill", "tp2", 0), ("dpo", "cp2", 0), ("dpo", "pp2", 2)],
+        lambda number, _: number > 0,
+    ),
 )
-def test_a_loss_passes(loss, layout):
-    (verdict,) = check_parallel(shrink(find_config("gpt2-tiny")), [layout], loss=loss)
+def test_a_loss_passes(loss, layout, lora_rank):
+    config = shrink(find_config("gpt2-tiny"))
+    (verdict,) = check_parallel(config, [layout], loss=loss, lora_rank=lora_rank)
     assert verdict.passed, verdict.cause
 
 
