@@ -92,6 +92,11 @@ def open_datasets(
 
 def _tell_cuts(name: str, parts: list, seq_length: int, report: Callable[[str], None]) -> None:
     """Report how many conversations, or rows of a classifier, of a source are truncated."""
+    if long := [length for part in parts for length in getattr(part, "long", ())]:
+        report(
+            f"{name}: {len(long):,} pairs are longer than --seq-length {seq_length} and are "
+            f"skipped: {_enough(long)}"
+        )
     cut = sum(getattr(part, "cut", 0) for part in parts)
     if not cut:
         return
@@ -127,8 +132,13 @@ def _check_parts(
     """Raise UserError if the split leaves a part of a source, of these kinds, without a sample."""
     for kind, part, share in zip(PARTS, parts, shares, strict=True):
         if kind in kinds and share and not len(part):
+            of_kind = "" if kind == "training" else f"{kind} "
+            if long := getattr(part, "long", None):
+                raise UserError(
+                    f"{name}: all {len(long):,} {of_kind}pairs are longer than --seq-length "
+                    f"{seq_length}: use --seq-length {long[0]} or more"
+                )
             if needed := getattr(part, "needed", None):
-                of_kind = "" if kind == "training" else f"{kind} "
                 raise UserError(
                     f"{name}: all {len(needed):,} {of_kind}conversations are longer than "
                     f"--seq-length {seq_length} before their first answer. The shortest length "

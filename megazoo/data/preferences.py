@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megazoo.data.samples import Conversations, Sample
+from megazoo.data.samples import Conversations, Sample, best_fit, joined
 
 
 class Pair(NamedTuple):
@@ -47,6 +47,36 @@ class Preferences:
         """Return the number of tokens of both rows, without padding."""
         first, second = self.places[index]
         return self.chosen.tokens_of(first) + self.rejected.tokens_of(second)
+
+
+class PackedPreferences:
+    """Samples of several pairs each. A sample is one row, whose documents are the chosen and the
+    rejected answer of each pair. A pair that is longer than a row is dropped.
+
+    Args:
+        pairs: the pairs.
+        seq_length: number of tokens of a row.
+
+    Attributes:
+        long: the numbers of tokens of the dropped pairs, ascending.
+    """
+
+    def __init__(self, pairs: Preferences, seq_length: int):
+        self.pairs = pairs
+        lengths = np.array([pairs.tokens_of(index) for index in range(len(pairs))], np.int64)
+        fits = lengths <= seq_length
+        self.numbers, self.long = np.flatnonzero(fits), sorted(lengths[~fits].tolist())
+        self.bins = best_fit(lengths[fits], seq_length)
+
+    def __len__(self) -> int:
+        return len(self.bins)
+
+    def __getitem__(self, index: int) -> Sample:
+        return joined(rows_of([self.pairs[number] for number in self.numbers[self.bins[index]]]))
+
+    def tokens_of(self, index: int) -> int:
+        """Return the number of tokens of all pairs of a row, without padding."""
+        return sum(map(self.pairs.tokens_of, self.numbers[self.bins[index]].tolist()))
 
 
 def rows_of(samples: list) -> list:

@@ -55,6 +55,16 @@ def sample_of(tokens: np.ndarray, eod: int | None = None) -> Sample:
     return Sample(tokens[:-1], tokens[1:], documents)
 
 
+def joined(samples: list[Sample]) -> Sample:
+    """Return one sample with the tokens of several, each a document."""
+    documents = np.repeat(np.arange(len(samples)), [len(each.input_ids) for each in samples])
+    return Sample(
+        np.concatenate([each.input_ids for each in samples]),
+        np.concatenate([each.targets for each in samples]),
+        documents,
+    )
+
+
 class Vocabulary(NamedTuple):
     """The tokens that a model has rows for.
 
@@ -224,24 +234,21 @@ class Conversations:
 
     def __getitem__(self, index: int) -> Sample:
         if self.bins is None:
-            return Sample(*self._one(index))
-        parts = [self._one(number) for number in self.bins[index]]
-        documents = np.repeat(np.arange(len(parts)), [len(ids) for ids, _ in parts])
-        ids, targets = map(np.concatenate, zip(*parts, strict=True))
-        return Sample(ids, targets, documents)
+            return self._one(index)
+        return joined([self._one(number) for number in self.bins[index]])
 
     def tokens_of(self, index: int) -> int:
         """Return the number of a sample's tokens, without padding."""
         return int(self.lengths[index if self.bins is None else self.bins[index]].sum())
 
-    def _one(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids and targets of a conversation, int64 [length] both."""
+    def _one(self, number: int) -> Sample:
+        """Return a conversation."""
         length = self.lengths[number]
         place = self.numbers[number]
         ids = self.tokens[place][: length + 1].astype(np.int64)
         self.vocabulary.check(ids, self.name, lambda _: f"in conversation {place + 1:,}")
         loss_mask = self.loss_mask[place][: length + 1]
-        return ids[:-1], np.where(loss_mask[1:], ids[1:], IGNORE_INDEX)
+        return Sample(ids[:-1], np.where(loss_mask[1:], ids[1:], IGNORE_INDEX))
 
 
 class LabelledTexts:

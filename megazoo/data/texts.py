@@ -1,5 +1,6 @@
 """Files of texts, conversations or labelled texts, whose tokens are cached next to them."""
 
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 from megazoo.data.cache import cached_tokens
 from megazoo.data.checksums import Fingerprint, fingerprint_of
 from megazoo.data.indexed import IndexedTokens
-from megazoo.data.preferences import Preferences
+from megazoo.data.preferences import PackedPreferences, Preferences
 from megazoo.data.samples import Conversations, LabelledTexts, Vocabulary
 from megazoo.data.sources import Encoding, Opening, Source
 from megazoo.data.text_files import first_object, has_objects, is_text
@@ -80,15 +81,27 @@ class Rows(Source):
             raise UserError(f"{self.name} has no tokens")
         if not more:
             return packed_parts(tokens, opening)
-        parts: list[Conversations | Preferences] = []
-        for part in opening.ranges(len(tokens.documents) - 1):
-            how = (*part, length, opening.packing, vocabulary, self.name)
-            first, *others = (
-                Conversations(of_rows, mask, *how)
-                for of_rows, mask in zip([tokens, *more[1::2]], more[::2], strict=True)
-            )
-            parts.append(Preferences(first, *others) if others else first)
-        return parts
+        ranges = opening.ranges(len(tokens.documents) - 1)
+        return [self._conversations([tokens, *more], part, opening, vocabulary) for part in ranges]
+
+    def _conversations(
+        self,
+        tokens: list[IndexedTokens],
+        part: tuple[int, int],
+        opening: Opening,
+        vocabulary: Vocabulary,
+    ) -> Conversations | Preferences | PackedPreferences:
+        """Return the conversations of a range of rows, or the pairs of answers."""
+        length, packing = opening.seq_length, opening.packing
+        ids, mask, *rejected = tokens
+        packs = packing and not rejected
+        longest = sys.maxsize if packing and rejected else length
+        how = (*part, longest, packs, vocabulary, self.name)
+        first = Conversations(ids, mask, *how)
+        if not rejected:
+            return first
+        pairs = Preferences(first, Conversations(rejected[0], rejected[1], *how))
+        return PackedPreferences(pairs, length) if packing else pairs
 
     def fingerprint(self, encoding: Encoding) -> Fingerprint:
         documents = len(self.tokens(encoding)[0].documents) - 1

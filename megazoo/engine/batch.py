@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from megazoo.constants import IGNORE_INDEX
-from megazoo.engine.microbatch import MicroBatch
+from megazoo.engine.microbatch import MicroBatch, numbers_of
 from megazoo.errors import UserError, check_number
 from megazoo.parallel.collectives import broadcast_from_stage
 from megazoo.parallel.context import ParallelContext
@@ -39,7 +39,8 @@ class Batch:
             context-parallel rank's part, as `SequenceCut.own` returns it for a sequence that is
             padded on the right to its `padded_length`. All other tensors are full sequences, the
             same on all ranks along cp. By default these two are also full sequences.
-        named: further tensors that a loss needs, by name: [batch, ...] or [batch, sequence].
+        named: further tensors that a loss needs, by name: [batch, ...] or [batch, sequence]. Those
+            per row are per document if rows have several: [batch, documents].
     """
 
     input_ids: torch.Tensor | None = None
@@ -61,8 +62,7 @@ class Batch:
         own_loss: bool,
         seed: int,
         step: int,
-        needs: Mapping[str, str],
-        rows_together: int,
+        loss: Any = None,
     ) -> list[MicroBatch]:
         """Check the batch, and split it into `count` micro-batches on the device.
 
@@ -74,9 +74,7 @@ class Batch:
             own_loss: whether the labels are for a custom loss.
             seed: seed of the model, from which the dropout seeds are derived.
             step: number of the call, from which they are derived, too.
-            needs: what each named tensor of the loss is per: "row", "token" or "part", as in
-                `megazoo.losses.Loss`.
-            rows_together: number of neighbouring rows that a micro-batch holds together.
+            loss: the `megazoo.losses.Loss`, if it is not the cross-entropy.
         """
         check_number("num_microbatches", count, 1, whole=True)
         tokens = self._given()
@@ -86,7 +84,7 @@ class Batch:
             tokens |= _whole_of_parts(tokens, self.sequence_length, ctx, task)
         # Labels that are not per token have another shape.
         labels = None if task.labels_are_of_tokens and not own_loss else tokens.pop("labels", None)
-        shape, shared = _agree_on_shape(tokens, ctx)
+        shape, shared, documents = _agree_on_shape(tokens, ctx, loss)
         labels = tokens.pop("labels", labels)
         _check_size(shape, count, longest)
         _check_ids(tokens, task.vocab_size, longest)
@@ -97,8 +95,8 @@ class Batch:
                 f"labels have the shape {list(labels.shape)}; the batch has {shape[0]} rows"
             )
 
-        mask, documents = tokens.pop("attention_mask", None), tokens.pop("document_ids", None)
-        columns = {**tokens, "segments": _segments(mask, documents)}
+        mask, numbers = tokens.pop("attention_mask", None), tokens.pop("document_ids", None)
+        columns = {**tokens, "segments": _segments(mask, numbers)}
         rows: dict[str, torch.Tensor | None] = {"scored": scored}  # tensors that are not per token
         if own_loss:
             rows["labels"] = targets if labels is None else labels
@@ -106,12 +104,14 @@ class Batch:
             columns["targets"] = targets
         else:
             rows["targets"] = targets
-        if shape[0] // count % rows_together:
+        if loss and documents == 1 and shape[0] // count % loss.rows_together:
             raise UserError(
                 f"a micro-batch has {shape[0] // count} rows, but the loss needs a multiple of "
-                f"{rows_together}: use fewer micro-batches"
+                f"{loss.rows_together}: use fewer micro-batches"
             )
-        named = self._checked_named(needs, shape) if ctx.pp_rank == ctx.placement.last_rank else {}
+        needs, named = loss.needs if loss else {}, {}
+        if ctx.pp_rank == ctx.placement.last_rank:
+            named = self._checked_named(needs, shape, documents)
         columns |= {name: each for name, each in named.items() if needs[name] == "token"}
         rows |= {name: each for name, each in named.items() if needs[name] != "token"}
         padding = padded_length(shape[1], ctx) - shape[1]
@@ -139,24 +139,30 @@ class Batch:
             length=shape[1],
             dropout_seeds=seeds,
             named=named.keys(),
+            documents=documents,
         )
 
     def _checked_named(
-        self, needs: Mapping[str, str], shape: tuple[int, int]
+        self, needs: Mapping[str, str], shape: tuple[int, int], documents: int
     ) -> dict[str, torch.Tensor]:
         """Return the named tensors. UserError unless they are those that the loss needs, with a row
         for each row of the batch."""
         if self.named.keys() != needs.keys():
             given, needed = (", ".join(each) or "none" for each in (self.named, needs))
             raise UserError(f"the loss needs the tensors {needed}, and was given {given}")
+        named = dict(self.named)
         for name, tensor in self.named.items():
             is_tensor(name, tensor)
             wanted = shape if needs[name] == "token" else shape[:1]
+            if needs[name] == "row" and documents > 1:
+                wanted = (shape[0], documents)
+                # Rows of another replica may have more documents.
+                tensor = named[name] = tensor[:, :documents] if tensor.dim() > 1 else tensor
             if tuple(tensor.shape[: len(wanted)]) != wanted:
                 raise UserError(
                     f"{name} has the shape {list(tensor.shape)}: it must begin with {list(wanted)}"
                 )
-        return dict(self.named)
+        return named
 
     def _given(self) -> dict[str, torch.Tensor]:
         """Return the given tensors, with ids as int64."""
@@ -254,18 +260,20 @@ def _whole_of_parts(
 
 
 def _agree_on_shape(
-    tokens: dict[str, torch.Tensor], ctx: ParallelContext
-) -> tuple[tuple[int, int], dict[str, int]]:
-    """Return the shape of the batch on the first stage, and the tensors that it has for all stages;
-    UserError for a tensor with another shape."""
+    tokens: dict[str, torch.Tensor], ctx: ParallelContext, loss: Any
+) -> tuple[tuple[int, int], dict[str, int], int]:
+    """Return the shape of the batch on the first stage, the tensors that it has for all stages, and
+    with a loss the number of documents of the row with the most; UserError for a tensor with
+    another shape."""
     shape = tuple(next(iter(tokens.values())).shape) if tokens else ()
     segments = "document_ids" in tokens or _has_padding(tokens.get("attention_mask"))
     shared: dict[str, int] = {"position_ids": "position_ids" in tokens, "segments": segments}
+    documents = _documents_of_rows(tokens.get("document_ids"), loss) if loss else 1
     if ctx.pp_size > 1:
         if ctx.pp_rank == 0 and len(shape) != 2:
             raise UserError(f"input_ids has the shape {list(shape)}, not [batch, sequence]")
-        told = [*shape, *shared.values()] if ctx.pp_rank == 0 else [0] * 4
-        told = _tell(told, ctx)
+        told = [*shape, *shared.values(), documents] if ctx.pp_rank == 0 else [0] * 5
+        *told, documents = _tell(told, ctx)
         shape = tuple(told[:2])
         shared = {"position_ids": bool(told[2]), "segments": bool(told[3])}
     for name, tensor in tokens.items():
@@ -276,7 +284,22 @@ def _agree_on_shape(
                 f"{name} has the shape {list(tensor.shape)}, not the batch's {list(shape)}"
             )
     batch, sequence = shape
-    return (batch, sequence), shared
+    return (batch, sequence), shared, documents
+
+
+def _documents_of_rows(ids: torch.Tensor | None, loss: Any) -> int:
+    """Return the number of documents of the row with the most; UserError if a row has several, and
+    not a multiple of those that the loss needs together."""
+    if ids is None or ids.dim() != 2 or not ids.numel():
+        return 1
+    counts = numbers_of(ids).amax(dim=1) + 1
+    most, together = int(counts.max()), loss.rows_together
+    if most > 1 and (wrong := counts[counts % together != 0]).numel():
+        raise UserError(
+            f"a row has {int(wrong[0])} documents, but the loss needs a multiple of {together}: "
+            "rows have either one document each, or whole groups of them"
+        )
+    return most
 
 
 def _tell(numbers: list[int], ctx: ParallelContext) -> list[int]:
@@ -409,10 +432,11 @@ def _cut(
     length: int,
     dropout_seeds: list[int],
     named: Collection[str],
+    documents: int,
 ) -> list[MicroBatch]:
     """Split tensors along the batch into one micro-batch per seed, and the tensors in of_tokens
     also along the sequence, to this rank's part. shape: with padding. length: of the sequence
-    without padding. named: names of tensors for the loss."""
+    without padding. named: names of tensors for the loss. documents: see MicroBatch."""
     count, cut = len(dropout_seeds), SequenceCut.of(shape[1], ctx)
     of_each = (shape[0] // count, shape[1] // ctx.cp_size)
     parts = {name: tensor.chunk(count) for name, tensor in tensors.items()}
@@ -425,7 +449,14 @@ def _cut(
             given["longest"] = longest
         given["named"] = {name: given.pop(name) for name in named}
         batches.append(
-            MicroBatch(of_each, length=length, cut=cut, dropout_seed=dropout_seed, **given)
+            MicroBatch(
+                of_each,
+                length=length,
+                cut=cut,
+                dropout_seed=dropout_seed,
+                documents=documents,
+                **given,
+            )
         )
     return batches
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NoReturn, TypeVar
 
 import torch
+import torch.nn.functional as F
 
 from megazoo.errors import UserError
 from megazoo.layers.cache import KVCache
@@ -87,6 +88,17 @@ def takes_static_steps(model: Any) -> bool:
     )
 
 
+def numbers_of(segments: torch.Tensor) -> torch.Tensor:
+    """Return the number of each token's document within its row, from 0, int64 [batch, sequence].
+
+    segments: tokens with the same number, next to each other, are a document. -1: padding, which
+    has the number of the document before.
+    """
+    before = F.pad(segments[:, :-1], (1, 0), value=-1)
+    starts = (segments != before) & (segments != -1)
+    return (starts.cumsum(1) - 1).clamp_(min=0)
+
+
 @dataclass(frozen=True)
 class MicroBatch:
     """The inputs of a stage for one micro-batch, in addition to the activations.
@@ -108,6 +120,8 @@ class MicroBatch:
         scored: [batch], the position in the full sequence from which a classifier scores each row.
         labels: the labels for a custom loss.
         named: further tensors that a loss needs, by name, on the last stage: per row, or per token.
+        documents: number of documents of the row with the most, if a `megazoo.losses.Loss` is
+            computed; 1 unless document_ids are given.
         length: length of the full sequence without padding.
         cut: this rank's part of the sequence; None for the full sequence.
         longest: tokens of the longest row, if this rank can't compute it from its part. In
@@ -127,11 +141,21 @@ class MicroBatch:
     scored: torch.Tensor | None = None
     labels: torch.Tensor | None = None
     named: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    documents: int = 1
     length: int | None = None
     cut: SequenceCut | None = None
     longest: int | torch.Tensor | None = None
     cache: KVCache | None = None
     last_only: bool = False
+
+    def document_numbers(self) -> torch.Tensor | None:
+        """Return the number of each token's document within its row, from 0: int64 [batch, this
+        rank's part of the sequence]. Padding has that of the document before. None: one document.
+        """
+        if self.segments is None or self.documents == 1:
+            return None
+        numbers = numbers_of(self.segments)
+        return numbers if self.cut is None else self.cut.own(numbers)
 
     @property
     def keys(self) -> int:

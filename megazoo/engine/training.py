@@ -187,8 +187,7 @@ class TrainingEngine:
             own_loss=own_loss,
             seed=self.model.seed,
             step=self.calls if step is None else step,
-            needs=loss.needs if loss else {},
-            rows_together=loss.rows_together if loss else 1,
+            loss=loss,
         )
 
     def _advise_of_mode(self) -> None:

@@ -35,7 +35,8 @@ class Loss(_WithHead):
 
     Attributes:
         rows_together: Number of neighbouring rows that belong together, such as 2 for a pair. A
-            micro-batch holds all of them.
+            micro-batch holds all of them. If rows have several documents, each document counts as
+            a row, and a row holds all that belong together.
         metrics: Names of the values that `sums` returns in addition to the loss. The means over the
             global batch are in `model.engine.loss_metrics`.
         head: The head of the model.
@@ -56,8 +57,9 @@ class Loss(_WithHead):
     @property
     def needs(self) -> dict[str, Literal["row", "token", "part"]]:
         """Tensors of a batch that the loss reads from `batch.named`, by name, and what they are
-        per: row, [batch, ...]; token, [batch, sequence]; part, [batch, ...] of this rank's part of
-        the sequence, as a run of a model in the same layout returned it."""
+        per: row, [batch, ...], or [batch, documents, ...] of packed rows; token, [batch, sequence];
+        part, [batch, ...] of this rank's part of the sequence, as a run of a model in the same
+        layout returned it."""
         return {}
 
     @property
@@ -96,14 +98,15 @@ class Loss(_WithHead):
 
     def log_probabilities_of_rows(self, x: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         """Return the sum of the log-probabilities of the labels of each row: fp32 [batch], the same
-        on every tp and cp rank."""
+        on every tp and cp rank. Packed rows: of each document, [batch * documents]."""
         found, *_ = self.head.log_probabilities(x, batch)
-        return reduce_from_context(found.sum(dim=1), self.ctx)
+        return reduce_from_context(_sums_of_documents(found, batch), self.ctx)
 
     def labels_of_rows(self, batch: MicroBatch) -> torch.Tensor:
-        """Return the number of labels of each row: int64 [batch], the same on every cp rank."""
+        """Return the number of labels of each row: int64 [batch], the same on every cp rank. Packed
+        rows: of each document, [batch * documents]; 0 for a document that the row lacks."""
         assert batch.targets is not None
-        count = (batch.targets != IGNORE_INDEX).sum(dim=1)
+        count = _sums_of_documents((batch.targets != IGNORE_INDEX).long(), batch)
         if self.ctx.cp_size > 1:
             all_reduce(count, self.ctx.cp_group)
         return count
@@ -112,6 +115,15 @@ class Loss(_WithHead):
         """Return a value that is the same on all cp ranks as this rank's part of a sum: its value
         counts only on the first rank, its gradient on all."""
         return value if self.ctx.cp_rank == 0 else value - value.detach()
+
+
+def _sums_of_documents(values: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+    """Return the sums of values of tokens over each document: [batch * documents]."""
+    numbers = batch.document_numbers()
+    if numbers is None:
+        return values.sum(dim=1)
+    sums = values.new_zeros(len(values), batch.documents)
+    return sums.scatter_add(1, numbers, values).flatten()
 
 
 def register_loss(name: str) -> Callable[[Class], Class]:

@@ -20,8 +20,8 @@ class DPO(DPOOptions, Loss):
     """Direct preference optimization (Rafailov et al. 2023), with the variants of TRL.
 
     Rows alternate: an answer that was chosen, and one that was rejected, each after the same
-    prompt. Labels are -100 except in the answers. The mean is over the pairs of the global batch. A
-    pair without labels does not count.
+    prompt. The documents of packed rows alternate, too. Labels are -100 except in the answers. The
+    mean is over the pairs of the global batch. A pair without labels does not count.
 
     variant: sigmoid, the loss of the paper; hinge (Zhao et al. 2023); ipo (Azar et al. 2023), of
     log-probabilities that are means over tokens; simpo (Meng et al. 2024), also of means, without a
@@ -48,7 +48,8 @@ class DPO(DPOOptions, Loss):
 
     @property
     def needs(self) -> dict[str, Literal["row", "token", "part"]]:
-        """reference: sum of the log-probabilities of each row's labels under the reference."""
+        """reference: sum of the log-probabilities of each row's labels under the reference; of each
+        document of packed rows."""
         return {} if self.variant == "simpo" else {"reference": "row"}
 
     def count(self, batch: MicroBatch) -> torch.Tensor | int:
@@ -60,7 +61,7 @@ class DPO(DPOOptions, Loss):
         of_tokens = logprobs
         if self.variant in ("ipo", "simpo"):
             of_tokens = logprobs / self.labels_of_rows(batch).clamp(min=1)
-        before = batch.named.get("reference", torch.zeros_like(logprobs)).to(logprobs)
+        before = batch.named.get("reference", torch.zeros_like(logprobs)).to(logprobs).flatten()
         if self.variant == "ipo":
             before = before / self.labels_of_rows(batch).clamp(min=1)
         chosen, rejected = (of_tokens - before).view(-1, 2).unbind(dim=1)

@@ -22,7 +22,8 @@ class _OfRows(Loss):
         return False
 
     def outputs(self, x: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        return self.log_probabilities_of_rows(x, batch)
+        found = self.log_probabilities_of_rows(x, batch)
+        return found.view(batch.shape[0], -1) if batch.documents > 1 else found
 
     def full_outputs(self, outputs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         return outputs
@@ -52,7 +53,8 @@ def reference_logprobs(
 
     Returns:
         On the last stage, "reference": the sum of the log-probabilities of each row's labels, fp32
-        [batch]. On other stages, nothing.
+        [batch]; of packed rows, those of each document, [batch, documents]. On other stages,
+        nothing.
     """
     return _collected("reference", _OfRows(), model, num_microbatches, batch)
 
@@ -78,7 +80,7 @@ def teacher_activations(
 def _collected(name: str, loss: Loss, model: Any, count: int, batch: dict) -> dict:
     """Run forwards of a model, and return what the loss computes on the last stage."""
     with without_dropout(model):
-        micro_batches = model.engine.micro_batches(Batch(**batch), count)
+        micro_batches = model.engine.micro_batches(Batch(**batch), count, loss=loss)
         model.engine.require_labels(micro_batches)
         head = loss.bound(model.output_head) if model.has_last else None
         collect = head.full_outputs if head else None

@@ -623,8 +623,8 @@ class DataOptions:
     """Chat template of conversations: chatml, a .jinja file, or the text of one message with {role}
     and {content}. It is saved with the model. Conversations need one."""
     packing: Annotated[bool, about(agreed=True, samples=True)] = False
-    """Pack several conversations into one sequence; they do not attend to each other. Otherwise
-    each conversation is one row, padded to the longest in its batch."""
+    """Pack several conversations, or pairs of answers with --loss dpo, into one sequence; they do
+    not attend to each other. Otherwise each is a row, padded to the longest in its batch."""
     mock_data: Annotated[bool, about(instead_of="data")] = False
     """Train on random tokens, for benchmarks. No tokenizer is needed."""
     data_workers: Annotated[

@@ -228,8 +228,6 @@ def _check_loss(options: Options, config, weights: Weights) -> None:
         return
     if config.num_labels:
         raise UserError(f"--loss {name} needs a language model, and this is a classifier")
-    if options.data.packing:
-        raise UserError(f"--packing cannot be used with --loss {name}: remove --packing")
     has_adapters = weights.settings or options.lora.lora_load
     if options.loss.reference:
         _check_reference(options, config, options.loss.reference)

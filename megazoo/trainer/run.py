@@ -89,7 +89,7 @@ class Run(Settings):
 
     @property
     def has_pairs(self) -> bool:
-        """Whether the rows of the data are preferences."""
+        """Whether the rows of the data are pairs of answers."""
         return self.loss is not None and self.loss.rows_together == 2
 
     @property

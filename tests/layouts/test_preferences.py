@@ -33,7 +33,10 @@ VARIANTS = [DPO(), DPO(variant="ipo", beta=0.4), DPO(variant="simpo", beta=2.0, 
 
 
 def batch_of(kind: str) -> dict:
-    """Four pairs: rows of uneven answers after a prompt. The third pair has no labels."""
+    """Four pairs: rows of uneven answers after a prompt. The third pair has no labels.
+
+    packed: the same answers as documents of fewer rows.
+    """
     generator = torch.Generator().manual_seed(7)
     ids = torch.randint(0, VOCABULARY, (ROWS, TOKENS), generator=generator)
     place = torch.arange(TOKENS).expand(ROWS, TOKENS)
@@ -44,7 +47,31 @@ def batch_of(kind: str) -> dict:
     if "padding" in kind:
         batch["attention_mask"] = (place < ends).long()
     reference = torch.randn(ROWS, generator=generator) - 20
+    if kind == "packed":
+        return packed(ids, labels, ends[:, 0].tolist(), reference)
     return {**batch, "reference": reference}
+
+
+def packed(ids, labels, ends: list[int], reference) -> dict:
+    """The same rows as documents, without their padding: two pairs in the second row, one in the
+    first and third. The last row has only padding."""
+    rows = [[0, 1], [4, 5, 6, 7], [2, 3]]
+    length = max(sum(ends[number] for number in row) for row in rows) + 1
+    batch = {"input_ids": 0, "labels": -100, "document_ids": -1, "position_ids": 0}
+    batch = {name: torch.full((len(rows) + 1, length), fill) for name, fill in batch.items()}
+    before = torch.zeros(len(rows) + 1, 4)
+    for row, numbers in enumerate(rows):
+        start = 0
+        for place, number in enumerate(numbers):
+            here = slice(start, start + ends[number])
+            batch["input_ids"][row, here] = ids[number, : ends[number]]
+            batch["labels"][row, here] = labels[number, : ends[number]]
+            batch["document_ids"][row, here] = place
+            batch["position_ids"][row, here] = torch.arange(ends[number])
+            before[row, place], start = reference[number], here.stop
+    batch["document_ids"][-1] = 0  # a row of padding
+    batch["document_ids"][-1, 9:] = 1
+    return {**batch, "reference": before}
 
 
 def by_hand(model, batch: dict, loss: DPO) -> tuple[torch.Tensor, dict[str, float]]:
@@ -77,7 +104,8 @@ def by_hand(model, batch: dict, loss: DPO) -> tuple[torch.Tensor, dict[str, floa
 @cache
 def expected(number: int, kind: str):
     model = copy.deepcopy(model_in(MODELS["llama"], context())).double()
-    loss, metrics = by_hand(model, batch_of(kind), VARIANTS[number])
+    unpacked = "padding" if kind == "packed" else kind
+    loss, metrics = by_hand(model, batch_of(unpacked), VARIANTS[number])
     loss.backward()
     return loss.item(), metrics, parts_of_gradients(model)
 
@@ -102,7 +130,7 @@ def found_in(layout: Layout, kind: str):
 LAYOUTS = ["tp1", "cp2", "tp2pp2+sp", "dp2", "tp2", "pp2+zb-h1", "cp2+ulysses", "pp2v2+zb-v"]
 
 
-@pytest.mark.parametrize("kind", ["plain", "padding"])
+@pytest.mark.parametrize("kind", ["plain", "padding", "packed"])
 @pytest.mark.parametrize("layout", marked_slow(LAYOUTS, lambda number, _: number > 3))
 def test_values_and_gradients_are_those_of_double_precision(ranks, layout, kind):
     place = Layout.named(layout)
@@ -142,6 +170,17 @@ def test_what_a_loss_needs_is_checked():
         model.train_batch(**batch, lables=batch["labels"])
     with pytest.raises(UserError, match=r"label_smoothing 0\.5 must be below 0\.5"):
         DPO(label_smoothing=0.5)
+
+
+def test_packed_rows_hold_whole_pairs():
+    model, batch = megazoo.from_config(MODELS["gpt2"]), batch_of("packed")
+    batch["document_ids"][0, 25:] = 7
+    with pytest.raises(UserError, match="a row has 3 documents, but the loss needs a mul"):
+        model.train_batch(**batch, loss=DPO())
+    batch = batch_of("packed")
+    batch["reference"] = batch["reference"][:, :2]
+    with pytest.raises(UserError, match=r"reference has the shape \[4, 2\]: it must begin w"):
+        model.train_batch(**batch, loss=DPO())
 
 
 def other_beta(rank_one: bool):

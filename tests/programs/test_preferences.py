@@ -86,6 +86,33 @@ def test_the_margin_grows_alike_in_two_layouts(way, files, ranks, tmp_path):
         assert line == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
+def test_packed_pairs_train_as_unpacked_ones(files, ranks, tmp_path, capfd):
+    data = tmp_path / "short.jsonl"
+    rows = [{"prompt": "ab", "chosen": "c" * (3 + n), "rejected": "d" * (15 - n)} for n in range(8)]
+    rows += [{"prompt": "ab", "chosen": "c" * 30, "rejected": "d" * 30}] * 2  # longer than a row
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["--lora-rank", "4", "--steps", "3", "--data", data, "--split", "100,0"]
+    words += ["--eval-steps", "0"]
+    sizes = {"alone": 8, "one": 4, "layout": 4}
+    jobs = {
+        name: [*job(files, *words), "--global-batch-size", str(size), "--metrics", tmp_path / name]
+        for name, size in sizes.items()
+    }
+    short = [row for row in rows if len(row["chosen"]) < 30]
+    (tmp_path / "whole.jsonl").write_text("".join(json.dumps(row) + "\n" for row in short))
+    pretrain.main([*map(str, jobs["alone"]), "--data", str(tmp_path / "whole.jsonl")])
+    pretrain.main([*map(str, jobs["one"]), "--packing"])
+    line = "2 pairs are longer than --seq-length 48 and are skipped: --seq-length 64 keeps all"
+    assert line in capfd.readouterr().out
+    layout = "--packing --dp 2 --cp 2 --micro-batch-size 2".split()
+    ranks(pretrain.main, 4, [*map(str, jobs["layout"]), *layout])
+    alone, *others = (numbers(tmp_path / name) for name in sizes)
+    assert alone[-1][2] > alone[0][2]
+    for found in others:
+        for line, expected in zip(found, alone, strict=True):
+            assert line == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
 def test_a_student_learns_from_a_teacher_alike_in_two_layouts(files, ranks, tmp_path):
     texts = ["--data", files / "texts.jsonl", "--tokenizer", "byte", "--vocab-size", "257"]
     how = "--steps 4 --loss distill --distill-temperature 0.2 --split 50,50 --eval-steps 1"
@@ -147,7 +174,6 @@ def test_what_does_not_fit_is_refused(files):
     base = ["--lora-rank", "2", "--steps", "1"]
     for words, line in {
         "": "--loss dpo needs a reference: train adapters",
-        "--lora-rank 2 --packing": "--packing cannot be used with --loss dpo: remove --packing",
         "--lora-rank 2 --loss lm --dpo-beta 1": "--dpo-beta cannot be used with --loss lm: remove",
         "--lora-rank 2 --loss dpp": "--loss is 'dpp': use one of lm, dpo",
         "--loss distill": "--loss distill needs a teacher: pass it with --reference",
