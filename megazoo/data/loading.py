@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from megazoo.constants import IGNORE_INDEX
 from megazoo.data.order import Blend
@@ -111,6 +112,7 @@ class Batches:
           documents, or if padding is marked and the rows have different lengths. With context
           parallelism they are not split, because attention needs the documents of the complete row.
         - position_ids: the same shape, only if tokens must not attend to other documents.
+        - reference: fp32 [rows], or [rows, documents] of packed rows, if the samples have it.
         - sequence_length: length of the longest sample, only with context parallelism.
 
         For a classifier: input_ids and, if padding is marked, document_ids, neither split by
@@ -133,6 +135,10 @@ class Batches:
         if self.mark_padding and len(set(lengths)) > 1 and "document_ids" not in batch:
             is_token = torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(1)
             batch["document_ids"] = torch.where(is_token, 0, -1)
+        known = [] if labelled else [s.reference for s in samples if s.reference is not None]
+        if known:
+            together = pad_sequence(list(map(torch.from_numpy, known)), batch_first=True)
+            batch["reference"] = together[:, 0] if together.shape[1] == 1 else together
         length, cut = batch["input_ids"].shape[1], self.ctx.cp_size > 1 and not labelled
         if cut:
             batch |= _own_chunks(batch, self.ctx)

@@ -24,14 +24,19 @@ class Preferences:
     Attributes:
         cut: number of truncated conversations, including those of dropped pairs.
         needed, complete: see `Conversations`.
+        rows: number of the row of each pair in the file.
+        reference: log-probabilities of the answers of each pair under a reference, fp32 [pairs, 2];
+            None if batches need none.
     """
+
+    reference: np.ndarray | None = None
 
     def __init__(self, chosen: Conversations, rejected: Conversations):
         self.chosen, self.rejected = chosen, rejected
         _, first, second = np.intersect1d(
             chosen.numbers, rejected.numbers, assume_unique=True, return_indices=True
         )
-        self.places = np.stack([first, second], axis=1)
+        self.places, self.rows = np.stack([first, second], axis=1), chosen.numbers[first]
         self.cut = chosen.cut + rejected.cut
         self.needed = sorted(chosen.needed + rejected.needed)
         self.complete = sorted(chosen.complete + rejected.complete)
@@ -41,7 +46,15 @@ class Preferences:
 
     def __getitem__(self, index: int) -> Pair:
         first, second = self.places[index]
-        return Pair(self.chosen[first], self.rejected[second])
+        pair = self.chosen[first], self.rejected[second]
+        if self.reference is None:
+            return Pair(*pair)
+        known = self.reference[index].reshape(2, 1)
+        return Pair(*(each._replace(reference=own) for each, own in zip(pair, known, strict=True)))
+
+    def pairs_in(self, index: int) -> np.ndarray:
+        """Return the numbers of the pairs of a sample."""
+        return np.array([index])
 
     def tokens_of(self, index: int) -> int:
         """Return the number of tokens of both rows, without padding."""
@@ -58,6 +71,7 @@ class PackedPreferences:
         seq_length: number of tokens of a row.
 
     Attributes:
+        numbers: the pairs that are not dropped.
         long: the numbers of tokens of the dropped pairs, ascending.
     """
 
@@ -72,11 +86,15 @@ class PackedPreferences:
         return len(self.bins)
 
     def __getitem__(self, index: int) -> Sample:
-        return joined(rows_of([self.pairs[number] for number in self.numbers[self.bins[index]]]))
+        return joined(rows_of([self.pairs[number] for number in self.pairs_in(index)]))
+
+    def pairs_in(self, index: int) -> np.ndarray:
+        """Return the numbers of the pairs of a sample."""
+        return self.numbers[self.bins[index]]
 
     def tokens_of(self, index: int) -> int:
         """Return the number of tokens of all pairs of a row, without padding."""
-        return sum(map(self.pairs.tokens_of, self.numbers[self.bins[index]].tolist()))
+        return sum(map(self.pairs.tokens_of, self.pairs_in(index).tolist()))
 
 
 def rows_of(samples: list) -> list:

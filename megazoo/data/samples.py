@@ -25,11 +25,14 @@ class Sample(NamedTuple):
         targets: int64 [tokens]. Targets of -100 are excluded from the loss.
         documents: document number of each token, int64 [tokens], if tokens must not attend to other
             documents; otherwise None.
+        reference: log-probability of each document's labels under a reference, fp32 [documents], if
+            the loss needs it; otherwise None.
     """
 
     input_ids: np.ndarray
     targets: np.ndarray
     documents: np.ndarray | None = None
+    reference: np.ndarray | None = None
 
 
 class LabelledRow(NamedTuple):
@@ -58,10 +61,12 @@ def sample_of(tokens: np.ndarray, eod: int | None = None) -> Sample:
 def joined(samples: list[Sample]) -> Sample:
     """Return one sample with the tokens of several, each a document."""
     documents = np.repeat(np.arange(len(samples)), [len(each.input_ids) for each in samples])
+    known = [each.reference for each in samples if each.reference is not None]
     return Sample(
         np.concatenate([each.input_ids for each in samples]),
         np.concatenate([each.targets for each in samples]),
         documents,
+        np.concatenate(known) if len(known) == len(samples) else None,
     )
 
 

@@ -120,6 +120,10 @@ class Reference:
             if other and self.model.has_last:
                 vars(loss)["reference_head"] = self.model.output_head
 
+    def drop(self) -> None:
+        """Drop the model: what the loss needs is in the batches."""
+        self.model = self._compute = None
+
     def __call__(self, batch: dict[str, Any], microbatches: int) -> dict[str, torch.Tensor]:
         """Return the named tensors of a batch; {} if the loss needs none."""
         if not self._compute:

@@ -22,8 +22,8 @@ from megazoo.trainer.adapters import add_adapters, note_on_trained
 from megazoo.trainer.classifier import measures_of
 from megazoo.trainer.data import Data, open_data, take_along_tokenizer
 from megazoo.trainer.optimizer import make_optimizer
-from megazoo.trainer.preferences import reference_of
 from megazoo.trainer.recorder import Recorder
+from megazoo.trainer.reference import reference_of
 from megazoo.trainer.run import Run
 
 
@@ -38,8 +38,9 @@ def train(run: Run, ctx: ParallelContext) -> Recorder | None:
         return None
     if note := run.note_on_decay():
         print_rank_0(note)
+    reference = reference_of(run, model, data)
     with Recorder(run, model, optimizer) as recorder:
-        train_steps(run, model, optimizer, data, recorder)
+        train_steps(run, model, optimizer, data, recorder, reference)
     return recorder
 
 
@@ -69,11 +70,19 @@ def build(run: Run, ctx: ParallelContext) -> tuple[Model, AdamW]:
     return model, optimizer
 
 
-def train_steps(run: Run, model: Model, optimizer: AdamW, data: Data, recorder: Recorder) -> None:
-    """Train until the last step, or until a signal stops the run."""
+def train_steps(
+    run: Run,
+    model: Model,
+    optimizer: AdamW,
+    data: Data,
+    recorder: Recorder,
+    reference: Reference,
+) -> None:
+    """Train until the last step, or until a signal stops the run. reference: with the loss of the
+    run."""
     workers, schedule = run.options.data.data_workers, run.options.parallel.schedule
     micro, lr_schedule = run.options.training.micro_batch_size, run.lr_schedule
-    starts, reference = run.batch_starts, reference_of(run, model)
+    starts = run.batch_starts
     with closing(data.training.ahead(starts, workers)) as batches:
         for step, start in enumerate(starts, run.first_step + 1):
             with Stopwatch(model.ctx.device) as watch:

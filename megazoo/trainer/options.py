@@ -566,6 +566,11 @@ class LossOptions:
     reference: Annotated[File, about(kept=False, agreed=False)] = None
     """Model that preferences are compared with, or the teacher of distill: as --load, in the same
     layout. With adapters, preferences are compared with the model without them."""
+    precompute_reference: Annotated[
+        bool, about(may_change=True, trainer="precompute-ref-log-probs")
+    ] = False
+    """Compute the log-probabilities of the reference of preferences before the first step, and
+    store them beside the data, for this and later runs. The reference is then not in memory."""
 
     @property
     def given(self) -> dict[str, Any]:

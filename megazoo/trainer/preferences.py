@@ -1,20 +1,13 @@
-"""The loss of a run, and its reference model."""
+"""The loss of a run."""
 
 from dataclasses import fields
-from typing import TYPE_CHECKING
 
 from megazoo.errors import UserError
 from megazoo.losses import Loss
 from megazoo.losses.options import LOSS_OPTIONS
-from megazoo.losses.reference import Reference
 from megazoo.losses.registry import loss_named
-from megazoo.models.base import Model
-from megazoo.models.pretrained import load_weights, open_source
 from megazoo.settings import flag_of
 from megazoo.trainer.options import Options, parts_of
-
-if TYPE_CHECKING:
-    from megazoo.trainer.run import Run
 
 
 def loss_of(options: Options) -> Loss | None:
@@ -27,16 +20,3 @@ def loss_of(options: Options) -> Loss | None:
             flag = flag_of(name)
             raise UserError(f"{flag} cannot be used with --loss {chosen.loss}: remove {flag}")
     return loss_named(chosen.loss, **chosen.given)
-
-
-def reference_of(run: "Run", model: Model) -> Reference:
-    """Return the loss of a run with its reference: the model of --reference, or the trained model
-    without its adapters."""
-
-    def load() -> Model:
-        source = open_source(str(run.options.loss.reference))
-        other = source.model.empty(source.config, model.ctx, dtype=model.dtype)
-        load_weights(source, other)
-        return other
-
-    return Reference(run.loss, model, load if run.options.loss.reference else None)

@@ -204,6 +204,8 @@ class Recorder:
             "consumed_tokens": self.consumed_tokens,
             "data": _with_positions(self.run.fingerprints, batches, self.consumed_samples),
         }
+        if self.run.reference:
+            trainer["reference"] = self.run.reference
         named = {each.name: each.state_dict() for each in self.callbacks if each.name}
         states = {**self.run.state.get("callbacks", {}), **named}
         trainer["callbacks"] = {name: state for name, state in states.items() if state}

@@ -224,6 +224,13 @@ def _check_loss(options: Options, config, weights: Weights) -> None:
     needs = set(loss.needs) & {"reference", "teacher"} if loss else set()
     if options.loss.reference and not needs:
         raise UserError(f"--reference cannot be used with --loss {name}: remove --reference")
+    if options.loss.precompute_reference and not (
+        loss and "reference" in needs and loss.rows_together == 2
+    ):
+        raise UserError(
+            f"--precompute-reference cannot be used with --loss {name}: remove "
+            "--precompute-reference"
+        )
     if not loss:
         return
     if config.num_labels:

@@ -61,6 +61,7 @@ class Run(Settings):
         finished: Whether torchrun has restarted the program after the last step.
         dtype_chosen: Whether the dtype is the default of the device.
         fingerprints: Fingerprints of the data, on rank 0.
+        reference: Checksum of the model of --reference, once it is loaded.
         files: Checksums of all input files for --record, on rank 0.
     """
 
@@ -70,6 +71,7 @@ class Run(Settings):
     finished: bool = False
     dtype_chosen: bool = False
     fingerprints: list[dict] = field(default_factory=list)
+    reference: str | None = None
     files: list[InputFile] = field(default_factory=list)
 
     @property

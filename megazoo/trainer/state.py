@@ -18,6 +18,7 @@ from megazoo.trainer.options import (
 
 RunId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}\Z")]
 OutputName = Annotated[str, Meta(pattern=r"^[a-z_]{1,64}\Z")]
+Checksum = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
 # The id or name of a run of a metrics output, which may make it the name of a file.
 MetricRun = Annotated[str, Meta(pattern=r"^(?!\.+\Z)[^/\\\x00-\x1f\x7f]{1,200}\Z")]
 
@@ -50,6 +51,7 @@ class TrainingState:
     """The state of the training program in trainer.json.
 
     settings: see `settings_to_resume`. callbacks: the state of each callback by its name.
+    reference: checksum of the model of --reference.
     metric_runs, wandb_run, trackio_run: runs of outputs in earlier checkpoints.
     """
 
@@ -62,6 +64,7 @@ class TrainingState:
     wandb_run: MetricRun | None = None
     trackio_run: MetricRun | None = None
     run: RunId | None = None
+    reference: Checksum | None = None
     data: list[DataSource] | None = None
 
 

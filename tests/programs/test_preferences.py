@@ -10,7 +10,7 @@ import torch
 import megazoo
 from megazoo import pretrain
 from megazoo.errors import UserError
-from megazoo.losses import DPO
+from megazoo.losses import DPO, reference
 from tests.support.pretraining import records
 from tests.support.training import context
 
@@ -113,6 +113,48 @@ def test_packed_pairs_train_as_unpacked_ones(files, ranks, tmp_path, capfd):
             assert line == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.parametrize("way", ["adapters", "a second model"])
+def test_the_reference_is_computed_once(way, files, ranks, tmp_path, capfd, monkeypatch):
+    data = tmp_path / "pairs.jsonl"
+    data.write_bytes((files / "pairs.jsonl").read_bytes())
+    words = [str(files / "base") if word == "BASE" else word for word in WAYS[way]]
+    words = [*job(files, *words, "--steps", 3), "--data", str(data), "--packing"]
+    words += ["--global-batch-size", "2", "--split", "60,40"]
+    found = {}
+    for name in ("each step", "once", "layout", "again"):
+        more = ["--metrics", str(tmp_path / name)]
+        more += ["--precompute-reference"] if name != "each step" else []
+        if name == "layout":  # another split, so pairs of validation become those of training
+            layout = "--pp 2 --dp 2 --split 50,50 --save".split()
+            ranks(pretrain.main, 4, [*words, *more, *layout, str(tmp_path / "saved")])
+        else:
+            pretrain.main([*words, *more])
+        lines = records(tmp_path / name)
+        keys = [[line[key] for key in KEYS] for line in lines if "loss" in line]
+        found[name] = keys, [line["eval_margin"] for line in lines if "eval_margin" in line]
+        expected = {"once": "20 pairs computed, 0 read", "again": "0 pairs computed, 20 read"}
+        assert expected.get(name, "") in capfd.readouterr().out
+        if name == "once":  # no forward of the reference after this
+            monkeypatch.setattr(reference, "_collected", None)
+    assert found["again"] == found["once"]
+    assert found["once"][0] == [pytest.approx(line, rel=1e-5) for line in found["each step"][0]]
+    assert found["once"][1] == pytest.approx(found["each step"][1], rel=1e-5)
+    (file,) = data.parent.glob("pairs.jsonl.tokens/*_reference_*.safetensors")
+    file.write_bytes(b"{}")
+    with pytest.raises(UserError, match="delete it, and its values are computed again"):
+        pretrain.main([*words, "--precompute-reference"])
+
+
+def test_a_changed_reference_is_reported(files, tmp_path, capfd):
+    words = [*job(files, "--reference", files / "base", "--steps"), "1", "--save"]
+    pretrain.main([*words, str(tmp_path / "a"), "--eval-steps", "0"])
+    rest = ["--load", str(tmp_path / "a"), "--data", str(files / "pairs.jsonl"), "--device", "cpu"]
+    for steps, model in (2, files / "base"), (3, tmp_path / "a"):
+        pretrain.main([*rest, "--steps", str(steps), "--reference", str(model)])
+        line = "has other weights than in earlier steps"
+        assert (line in capfd.readouterr().err) == (steps == 3)
+
+
 def test_a_student_learns_from_a_teacher_alike_in_two_layouts(files, ranks, tmp_path):
     texts = ["--data", files / "texts.jsonl", "--tokenizer", "byte", "--vocab-size", "257"]
     how = "--steps 4 --loss distill --distill-temperature 0.2 --split 50,50 --eval-steps 1"
@@ -175,6 +217,8 @@ def test_what_does_not_fit_is_refused(files):
     for words, line in {
         "": "--loss dpo needs a reference: train adapters",
         "--lora-rank 2 --loss lm --dpo-beta 1": "--dpo-beta cannot be used with --loss lm: remove",
+        "--lora-rank 2 --loss lm --precompute-reference": "--precompute-reference cannot be used",
+        "--lora-rank 2 --dpo-variant simpo --precompute-reference": "with --loss dpo: remove --pre",
         "--lora-rank 2 --loss dpp": "--loss is 'dpp': use one of lm, dpo",
         "--loss distill": "--loss distill needs a teacher: pass it with --reference",
         f"--reference {files}/base --save {files}/base": "is in the directory of --save",
