@@ -112,7 +112,7 @@ class Batches:
           documents, or if padding is marked and the rows have different lengths. With context
           parallelism they are not split, because attention needs the documents of the complete row.
         - position_ids: the same shape, only if tokens must not attend to other documents.
-        - reference: fp32 [rows], or [rows, documents] of packed rows, if the samples have it.
+        - reference: fp32 [rows], or [rows, documents] of packed rows, if it is computed in advance.
         - sequence_length: length of the longest sample, only with context parallelism.
 
         For a classifier: input_ids and, if padding is marked, document_ids, neither split by

@@ -29,8 +29,8 @@ MEANS = (
 )
 LOSS = (
     "the softmax counts columns that are not tokens, or all columns on each rank; targets are not "
-    "cut as the logits are; or the loss is not summed over the ranks that have a part of it, or is "
-    "divided by a part's own labels"
+    "cut as the logits are; or the loss is not summed over the ranks that have a part of it, is "
+    "counted by each rank that has the whole, or is divided by a part's own labels"
 )
 AUXILIARY = (
     "counts are of a part of the rows, padding counts, or the mean is over the rows or tokens of a "

@@ -570,7 +570,7 @@ class LossOptions:
         bool, about(may_change=True, trainer="precompute-ref-log-probs")
     ] = False
     """Compute the log-probabilities of the reference of preferences before the first step, and
-    store them beside the data, for this and later runs. The reference is then not in memory."""
+    store them next to the data, for this and later runs. The reference is then not in memory."""
 
     @property
     def given(self) -> dict[str, Any]:

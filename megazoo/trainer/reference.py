@@ -1,4 +1,4 @@
-"""The reference of a run, and its log-probabilities that are computed once and stored beside the
+"""The reference of a run, and its log-probabilities that are computed once and stored next to the
 data."""
 
 import hashlib
@@ -62,7 +62,7 @@ def reference_of(run: Run, model: Model, data: Data) -> Reference:
 def precompute(run: Run, data: Data, reference: Reference, model: Model, checksum: str) -> None:
     """Set the log-probabilities of the reference in the data, and drop the reference model.
 
-    Those that are in a file beside the data are read; the others are computed and added to it. All
+    Those that are in a file next to the data are read; the others are computed and added to it. All
     ranks call it together.
 
     Args:
@@ -93,7 +93,7 @@ def precompute(run: Run, data: Data, reference: Reference, model: Model, checksu
             pairs.reference = table
     print_rank_0(
         f"log-probabilities of the reference: {computed:,} pairs computed, {found:,} read from the "
-        "files beside the data"
+        "files next to the data"
     )
     reference.drop()
 

@@ -2,6 +2,7 @@
 numbers of TRL, and what a loss needs of a batch."""
 
 import copy
+import math
 from functools import cache
 
 import pytest
@@ -10,12 +11,12 @@ import torch.nn.functional as F
 
 import megazoo
 from megazoo.errors import UserError
-from megazoo.losses import DPO, Distillation, teacher_activations
+from megazoo.losses import DPO, Distillation, reference_logprobs, teacher_activations
 from megazoo.testing import Layout
 from tests.support.context_parallel import rows_of_replica
 from tests.support.layouts import MODELS, model_in, parts_of_gradients, short_pieces, sizes_of
 from tests.support.sampling import marked_slow
-from tests.support.training import context, worst_gradient
+from tests.support.training import context, tiny_config, worst_gradient
 
 ROWS, TOKENS, VOCABULARY = 8, 13, 61
 # Losses of TRL 0.26 with beta 0.3: DPOTrainer.dpo_loss, and CPOTrainer.cpo_loss with simpo_gamma
@@ -181,6 +182,18 @@ def test_packed_rows_hold_whole_pairs():
     batch["reference"] = batch["reference"][:, :2]
     with pytest.raises(UserError, match=r"reference has the shape \[4, 2\]: it must begin w"):
         model.train_batch(**batch, loss=DPO())
+
+
+def test_a_reference_has_no_dropout():
+    model, batch = megazoo.from_config(tiny_config(dropout=0.3)).train(), batch_of("padding")
+    del batch["reference"]
+    found = reference_logprobs(model, num_microbatches=2, **batch)["reference"]
+    assert model.training
+    expected = reference_logprobs(model.eval(), **batch)["reference"]
+    torch.testing.assert_close(found, expected)
+    batch |= {"reference": found, "loss": DPO(beta=1.0)}
+    assert model.eval_batch(**batch).item() == pytest.approx(math.log(2))  # it is the model
+    assert abs(model.train_batch(**batch).item() - math.log(2)) > 0.01
 
 
 def other_beta(rank_one: bool):

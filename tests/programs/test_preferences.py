@@ -155,6 +155,19 @@ def test_a_changed_reference_is_reported(files, tmp_path, capfd):
         assert (line in capfd.readouterr().err) == (steps == 3)
 
 
+def test_pairs_that_fill_the_last_batch_do_not_count(files, tmp_path):
+    """In micro-batches of 4, the last batch of 10 pairs has two without labels."""
+    found = []
+    for size in ("1", "4"):
+        metrics = tmp_path / size
+        words = ["--lora-rank", "4", "--steps", "1", "--eval-steps", "9", "--metrics", metrics]
+        pretrain.main(job(files, *words, "--micro-batch-size", size))
+        (line,) = [line for line in records(metrics) if "eval_loss" in line]
+        found.append({key: value for key, value in line.items() if key.startswith("eval_")})
+    assert found[0]["eval_chosen_logprob"] < -1
+    assert found[1] == pytest.approx(found[0], rel=1e-4, abs=1e-5)
+
+
 def test_a_student_learns_from_a_teacher_alike_in_two_layouts(files, ranks, tmp_path):
     texts = ["--data", files / "texts.jsonl", "--tokenizer", "byte", "--vocab-size", "257"]
     how = "--steps 4 --loss distill --distill-temperature 0.2 --split 50,50 --eval-steps 1"

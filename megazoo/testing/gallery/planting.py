@@ -35,6 +35,7 @@ class Bug:
         settings: Changed values of its config.
         lora_rank: Rank of adapters, which are then the only trained parameters.
         optimizer: adamw or muon.
+        loss: Name of the loss.
         dtype: Data type of the parameters, for a bug that shows when a run is resumed.
         offload: Whether the optimizer is offloaded, for such a bug.
         also: Further replacements: (owner, name, wrapper).
@@ -54,6 +55,7 @@ class Bug:
     settings: dict = field(default_factory=dict)
     lora_rank: int = 0
     optimizer: str = "adamw"
+    loss: str = "lm"
     dtype: str = "float32"
     offload: bool = False
     also: Sequence[tuple[Any, str, Callable]] = ()

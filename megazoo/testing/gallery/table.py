@@ -72,7 +72,7 @@ def verdict_on(
     if ":" in bug.layout:
         how |= {"dtype": bug.dtype, "offload": bug.offload}
         return next(check_resume(bug.config, pairs_of([bug.layout]), **how))
-    return next(check_parallel(bug.config, [bug.layout], **how))
+    return next(check_parallel(bug.config, [bug.layout], loss=bug.loss, **how))
 
 
 def _require_transformers() -> None:
@@ -114,9 +114,10 @@ def line_of(outcome: Outcome) -> str:
     bug = outcome.bug
     adapted = f", LoRA of rank {bug.lora_rank}" if bug.lora_rank else ""
     stepped = ", Muon" if bug.optimizer == "muon" else ""
+    lost = "" if bug.loss == "lm" else f", {bug.loss}"
     precise = "" if bug.dtype == "float32" else f", {bug.dtype}"
     offloaded = ", offloaded" if bug.offload else ""
-    where = f"{family_of(bug.config)}{adapted}{stepped}{precise}{offloaded}, {bug.layout}"
+    where = f"{family_of(bug.config)}{adapted}{stepped}{lost}{precise}{offloaded}, {bug.layout}"
     found = "yes" if outcome.found else "NO"
     told = (outcome.cause or "it passed").replace("|", "\\|")
     if outcome.usual:

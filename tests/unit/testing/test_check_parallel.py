@@ -48,14 +48,21 @@ def test_an_overflow_of_experts_is_found_on_a_replica_that_does_not_count():
 
 
 @pytest.mark.parametrize(
-    ("loss", "layout", "lora_rank"),
+    ("model", "loss", "layout", "lora_rank"),
     marked_slow(
-        [("distill", "tp2", 2), ("distill", "tp2", 0), ("dpo", "cp2", 0), ("dpo", "pp2", 2)],
-        lambda number, _: number > 0,
+        [
+            ("gpt2", "distill", "tp2", 2),
+            ("mixtral", "dpo", "tp2ep2", 0),
+            ("gpt2", "distill", "tp2", 0),
+            ("gpt2", "dpo", "cp2", 0),
+            ("gpt2", "dpo", "pp2", 2),
+            ("mixtral", "distill", "cp2ep2", 0),
+        ],
+        lambda number, _: number > 1,
     ),
 )
-def test_a_loss_passes(loss, layout, lora_rank):
-    config = shrink(find_config("gpt2-tiny"))
+def test_a_loss_passes(model, loss, layout, lora_rank):
+    config = shrink(find_config(f"{model}-tiny"))
     (verdict,) = check_parallel(config, [layout], loss=loss, lora_rank=lora_rank)
     assert verdict.passed, verdict.cause
 

@@ -75,12 +75,12 @@ def test_without_a_part_of_the_check_a_bug_is_missed(owner, part, bug):
 
 
 def test_all_published_mistakes_are_there():
-    """Thirty of dense models, those of 2026 that can be planted, and ten of mixtures of
-    experts."""
+    """Thirty of dense models, those of 2026 that can be planted, ten of mixtures of experts, and
+    five of losses."""
     unplanted = {5, 14, 17, 18, 24, 25, 38, 48, 49}
     new = sorted(set(range(1, 50)) - unplanted)
     expected = {str(n) for n in range(1, 31)} | {f"E{n}" for n in range(1, 11)}
-    expected |= {f"N{n}" for n in new}
+    expected |= {f"N{n}" for n in new} | {f"P{n}" for n in range(1, 6)}
     assert {number.rstrip("abc") for number in BY_NUMBER} == expected
     assert len({bug.title for bug in BUGS}) == len(BUGS)
     assert all(bug.link.startswith("https://") for bug in BY_NUMBER.values())
