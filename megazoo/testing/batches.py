@@ -12,7 +12,9 @@ KINDS = ("plain rows", "packed documents", "padding")
 DOCUMENTS = (5, 3, 7, 1, 9)  # lengths of packed documents in tokens, repeated
 
 
-def make_batch(step: int, vocab: int, longest: int, rows: int = ROWS) -> dict[str, torch.Tensor]:
+def make_batch(
+    step: int, vocab: int, longest: int, rows_together: int = 1
+) -> dict[str, torch.Tensor]:
     """Return the global batch of a step.
 
     Plain rows have labels, which the model shifts. The other kinds have targets, which are shifted
@@ -22,13 +24,13 @@ def make_batch(step: int, vocab: int, longest: int, rows: int = ROWS) -> dict[st
         step: Number of the step, from 0.
         vocab: Vocabulary size.
         longest: Maximum sequence length of the model, in tokens.
-        rows: Number of rows of the global batch.
+        rows_together: Number of rows, or of documents of a packed row, that belong together.
 
     Returns:
         Arguments of `Model.train_batch`: tensors [rows, sequence].
     """
     generator, kind = torch.Generator().manual_seed(1000 + step), KINDS[step % len(KINDS)]
-    sequence = min(SEQUENCE, longest)
+    sequence, rows = min(SEQUENCE, longest), ROWS * rows_together
     if kind == "padding" and sequence > 1:
         sequence -= 1 - sequence % 2  # an odd length, so that ranks must pad the sequence
     tokens = torch.randint(0, vocab, (rows, sequence + 1), generator=generator)
@@ -36,7 +38,7 @@ def make_batch(step: int, vocab: int, longest: int, rows: int = ROWS) -> dict[st
     keep = torch.rand(rows, sequence, generator=generator) < share
     more = {}
     if kind == "packed documents":
-        more = _documents(rows, sequence)
+        more = _documents(rows, sequence, rows_together)
     elif kind == "padding":
         more = {"attention_mask": _padding(rows, sequence)}
         keep &= more["attention_mask"].bool()
@@ -58,13 +60,18 @@ def micro_batches_of(dp: int) -> int:
     return max(count for count in range(1, MICRO_BATCHES + 1) if ROWS // dp % count == 0)
 
 
-def _documents(count: int, sequence: int) -> dict[str, torch.Tensor]:
-    """Return document ids and positions. The document lengths are odd and differ between rows."""
+def _documents(count: int, sequence: int, together: int) -> dict[str, torch.Tensor]:
+    """Return document ids and positions. The document lengths are odd and differ between rows. The
+    number of documents of a row is a multiple of `together`."""
     rows = []
     for row in range(count):
         lengths = [DOCUMENTS[(row + n) % len(DOCUMENTS)] for n in range(sequence)]
         numbers = torch.arange(sequence).repeat_interleave(torch.tensor(lengths))
-        rows.append(numbers[:sequence])
+        numbers = numbers[:sequence]
+        whole = (int(numbers[-1]) + 1) // together * together
+        if not whole:
+            whole, numbers = together, torch.arange(sequence) * together // sequence
+        rows.append(numbers.clamp(max=whole - 1))
     documents = torch.stack(rows)
     place = torch.arange(sequence).expand(count, -1)
     starts = torch.ones_like(documents, dtype=torch.bool)

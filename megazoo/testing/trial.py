@@ -379,9 +379,9 @@ def _train(
     """
     config = model.config
     longest, reference = model.longest_sequence(config), reference_of(subject, model)
-    rows = ROWS * (reference.loss.rows_together if reference.loss else 1)
+    together = reference.loss.rows_together if reference.loss else 1
     for step in range(steps):
-        batch = make_batch(step, config.vocab_size, longest, rows)
+        batch = make_batch(step, config.vocab_size, longest, together)
         batch = {name: own_rows(tensor, model.ctx) for name, tensor in batch.items()}
         named = reference(batch, micro_batches)
         with (
