@@ -25,11 +25,13 @@ class Sample(NamedTuple):
         targets: int64 [tokens]. Targets of -100 are excluded from the loss.
         documents: document number of each token, int64 [tokens], if tokens must not attend to other
             documents; otherwise None.
+        named: arrays for the loss by name, [tokens, ...]; None for none.
     """
 
     input_ids: np.ndarray
     targets: np.ndarray
     documents: np.ndarray | None = None
+    named: dict[str, np.ndarray] | None = None
 
 
 class LabelledRow(NamedTuple):
