@@ -66,7 +66,7 @@ def open_datasets(
     opening = Opening(
         tokenizer, encoding, sources.shares, seq_length, vocab_size, seed, eod, packing
     )
-    opened = [source_named(name) for name in sources.names]
+    opened = [source_named(name).resolved() for name in sources.names]
     datasets = [
         source.parts(replace(opening, position=position))
         for source, position in zip(opened, positions or [None] * len(opened), strict=True)
@@ -162,8 +162,9 @@ def prepare_datasets(
 ) -> None:
     """Tokenize text files and cache the tokens next to them, and open streamed sources to find
     errors early. Tokenizing may take long the first time."""
+    encoding = Encoding(tokenizer.source, chat_template, labels, preferences)
     for name in sources.names:
-        source_named(name).prepare(Encoding(tokenizer.source, chat_template, labels, preferences))
+        source_named(name).resolved().prepare(encoding)
 
 
 def needs_preparation(sources: Sources) -> bool:

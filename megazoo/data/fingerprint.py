@@ -25,7 +25,7 @@ def fingerprints(
         tokenizer, chat_template, labels, preferences: see `Encoding`.
     """
     encoding = Encoding(tokenizer, chat_template, labels, preferences)
-    return [asdict(source_named(name).fingerprint(encoding)) for name in names]
+    return [asdict(source_named(name).resolved().fingerprint(encoding)) for name in names]
 
 
 def changes(then: list[dict], now: list[dict]) -> list[str]:

@@ -114,6 +114,8 @@ class Batches:
         - position_ids: the same shape, only if tokens must not attend to other documents.
         - reference: fp32 [rows], or [rows, documents] of packed rows, if it is computed in advance.
         - sequence_length: length of the longest sample, only with context parallelism.
+        - the named arrays of the samples, [batch, longest sample, ...], padded with 0, on the last
+          stage. They are not split.
 
         For a classifier: input_ids and, if padding is marked, document_ids, neither split by
         context parallelism, and labels, int64 [batch] or float32 [batch, numbers].
@@ -142,6 +144,8 @@ class Batches:
         length, cut = batch["input_ids"].shape[1], self.ctx.cp_size > 1 and not labelled
         if cut:
             batch |= _own_chunks(batch, self.ctx)
+        if not labelled and self.ctx.pp_rank == self.ctx.placement.last_rank:
+            batch |= _padded_named(samples, length)
         if self.device.type == "cuda":
             batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
         return {**batch, "sequence_length": length} if cut else batch
@@ -242,6 +246,18 @@ def _padded(samples: list[Sample]) -> dict[str, torch.Tensor]:
     batch = {name: torch.from_numpy(array) for name, array in batch.items()}
     if separate:
         batch["position_ids"] = _positions(batch["document_ids"])
+    return batch
+
+
+def _padded_named(samples: list[Sample], length: int) -> dict[str, torch.Tensor]:
+    """Stack the named arrays of samples, padded with 0 to a length."""
+    batch = {}
+    for name, first in (samples[0].named or {}).items():
+        stacked = np.zeros((len(samples), length, *first.shape[1:]), first.dtype)
+        for row, sample in zip(stacked, samples, strict=True):
+            assert sample.named  # all samples of a run have the same names
+            row[: len(sample.input_ids)] = sample.named[name]
+        batch[name] = torch.from_numpy(stacked)
     return batch
 
 

@@ -27,12 +27,14 @@ class Sample(NamedTuple):
             documents; otherwise None.
         reference: log-probability of each document's labels under a reference, fp32 [documents], if
             the loss needs it; otherwise None.
+        named: arrays for the loss by name, [tokens, ...]; None for none.
     """
 
     input_ids: np.ndarray
     targets: np.ndarray
     documents: np.ndarray | None = None
     reference: np.ndarray | None = None
+    named: dict[str, np.ndarray] | None = None
 
 
 class LabelledRow(NamedTuple):

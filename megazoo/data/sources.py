@@ -89,9 +89,11 @@ class Source:
     Attributes:
         streamed: whether the number of samples is unknown, and checkpoints store a position. The
             training dataset then has `position_before`: see `StreamedTexts`.
+        tensors: names of the tensors of samples, see `Sample.named`. A loss must need them.
     """
 
     streamed = False
+    tensors: tuple[str, ...] = ()
 
     def __init__(self, name: str):
         self.name = name
@@ -103,6 +105,11 @@ class Source:
 
     def check(self) -> None:
         """Raise UserError if the source cannot be used. Called before anything is opened."""
+
+    def resolved(self) -> "Source":
+        """Return the source that reads the contents, if they decide its kind. Only ranks that use
+        the data call it."""
+        return self
 
     def files(self) -> list[tuple[str, Path]]:
         """Return the path of each input file, with its name in records and fingerprints."""

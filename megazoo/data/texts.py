@@ -11,6 +11,7 @@ from megazoo.data.indexed import IndexedTokens
 from megazoo.data.preferences import PackedPreferences, Preferences
 from megazoo.data.samples import Conversations, LabelledTexts, Vocabulary
 from megazoo.data.sources import Encoding, Opening, Source
+from megazoo.data.teacher import TopTokens, has_top_tokens
 from megazoo.data.text_files import first_object, has_objects, is_text
 from megazoo.data.token_files import packed_parts
 from megazoo.errors import UserError
@@ -114,6 +115,9 @@ class TextFile(Rows):
     @classmethod
     def accepts(cls, name: str) -> bool:
         return is_text(Path(name))
+
+    def resolved(self) -> Source:
+        return TopTokens(self.name) if has_top_tokens(self.path) else self
 
     def first_row(self) -> tuple[str, dict[str, Any]] | None:
         return first_object(self.path) if has_objects(self.path) else None

@@ -39,8 +39,8 @@ class Batch:
             context-parallel rank's part, as `SequenceCut.own` returns it for a sequence that is
             padded on the right to its `padded_length`. All other tensors are full sequences, the
             same on all ranks along cp. By default these two are also full sequences.
-        named: further tensors that a loss needs, by name: [batch, ...] or [batch, sequence]. Those
-            per row are per document if rows have several: [batch, documents].
+        named: further tensors that a loss needs, by name: [batch, ...] or [batch, sequence, ...].
+            Those per row are per document if rows have several: [batch, documents].
     """
 
     input_ids: torch.Tensor | None = None
@@ -395,7 +395,10 @@ def _padded(tokens: dict[str, torch.Tensor], padding: int) -> dict[str, torch.Te
     if not padding:
         return tokens
     values = {"targets": IGNORE_INDEX, "segments": -1}
-    padded = {name: F.pad(x, (0, padding), value=values.get(name, 0)) for name, x in tokens.items()}
+    padded = {
+        name: F.pad(x, (0, 0) * (x.dim() - 2) + (0, padding), value=values.get(name, 0))
+        for name, x in tokens.items()
+    }
     if "position_ids" in tokens:
         last = tokens["position_ids"][:, -1:]
         padded["position_ids"][:, -padding:] = last

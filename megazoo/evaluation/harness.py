@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from megazoo.errors import UserError, check_number
-from megazoo.evaluation.scoring import first_token, padded, score, windows
+from megazoo.evaluation.scoring import padded, score, windows
 from megazoo.files import brief
 from megazoo.generate.settings import GenerationSettings
 from megazoo.terminal import count_bar
+from megazoo.tokenizer.base import first_token
 
 try:
     from lm_eval.api.model import TemplateLM

@@ -22,6 +22,7 @@ from megazoo.parallel.axes import Axis
 from megazoo.parallel.collectives import all_reduce, broadcast_from_stage
 from megazoo.parallel.failure import on_all_ranks
 from megazoo.parallel.shares import share_of
+from megazoo.tokenizer.base import first_token
 
 
 class Scores(NamedTuple):
@@ -347,11 +348,6 @@ def _choice_row(
         )
     whole = whole[-longest - 1 :]
     return whole, len(whole) - scored
-
-
-def first_token(tokenizer: Any) -> int:
-    """Return the token that begins texts: bos, otherwise the end of document."""
-    return tokenizer.eod if tokenizer.bos_token_id is None else tokenizer.bos_token_id
 
 
 def padded(rows: list[tuple[list[int], int]]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,7 +6,7 @@ from megazoo.lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from megazoo.losses.base import Loss, register_loss
-    from megazoo.losses.distillation import Distillation
+    from megazoo.losses.distillation import Distillation, TopKDistillation
     from megazoo.losses.preferences import DPO
     from megazoo.losses.reference import reference_logprobs, teacher_activations
 
@@ -16,6 +16,7 @@ __getattr__, __dir__ = lazy_attributes(
         "DPO": "megazoo.losses.preferences",
         "Distillation": "megazoo.losses.distillation",
         "Loss": "megazoo.losses.base",
+        "TopKDistillation": "megazoo.losses.distillation",
         "reference_logprobs": "megazoo.losses.reference",
         "register_loss": "megazoo.losses.base",
         "teacher_activations": "megazoo.losses.reference",
@@ -26,6 +27,7 @@ __all__ = [
     "DPO",
     "Distillation",
     "Loss",
+    "TopKDistillation",
     "reference_logprobs",
     "register_loss",
     "teacher_activations",

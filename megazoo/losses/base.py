@@ -57,9 +57,9 @@ class Loss(_WithHead):
     @property
     def needs(self) -> dict[str, Literal["row", "token", "part"]]:
         """Tensors of a batch that the loss reads from `batch.named`, by name, and what they are
-        per: row, [batch, ...], or [batch, documents, ...] of packed rows; token, [batch, sequence];
-        part, [batch, ...] of this rank's part of the sequence, as a run of a model in the same
-        layout returned it."""
+        per: row, [batch, ...], or [batch, documents, ...] of packed rows; token, [batch, sequence,
+        ...]; part, [batch, ...] of this rank's part of the sequence, as a run of a model in the
+        same layout returned it."""
         return {}
 
     @property

@@ -37,11 +37,12 @@ from megazoo.data.labels import REGRESSION, Labels, encode_texts, kept_tokens, l
 from megazoo.environment import is_rank_zero
 from megazoo.errors import UserError
 from megazoo.evaluation.classifying import Tally, classify, predictions, tally
-from megazoo.evaluation.scoring import evaluate_texts, first_token, score_choices
+from megazoo.evaluation.scoring import evaluate_texts, score_choices
 from megazoo.files import regular_file, without_mark, write_text
 from megazoo.layers.classification import loss_sum
 from megazoo.settings import File, Name, flag_of, unset
 from megazoo.terminal import byte_bar, count_bar, print_rank_0
+from megazoo.tokenizer.base import first_token
 from megazoo.trainer.classifier import measures_of
 
 

@@ -411,3 +411,8 @@ def as_text(text: str | bytes) -> str:
             f"the text is not Unicode: lone surrogate U+{code:04X} at character {error.start}"
         ) from error
     return text
+
+
+def first_token(tokenizer: Any) -> int:
+    """Return the token that begins texts: bos, otherwise the end of document."""
+    return tokenizer.eod if tokenizer.bos_token_id is None else tokenizer.bos_token_id

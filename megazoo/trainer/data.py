@@ -19,6 +19,8 @@ from megazoo.data.sources import source_named
 from megazoo.engine.auxiliary import counts_tokens
 from megazoo.environment import is_rank_zero
 from megazoo.errors import UserError
+from megazoo.losses import TopKDistillation
+from megazoo.losses.reference import COMPUTED
 from megazoo.models.base import Model
 from megazoo.parallel.collectives import broadcast_from_stage
 from megazoo.sidecars import GENERATION, is_sidecar
@@ -48,13 +50,33 @@ def prepare_inputs(run: Run) -> None:
 
 
 def _check_data_of_loss(run: Run) -> None:
-    """Raise UserError if the loss needs preferences, and a source has none."""
-    for source in map(source_named, run.sources.names) if run.has_pairs else ():
-        row = source.first_row()
-        if row is None or not is_preference(row[1]):
+    """Raise UserError if the loss needs preferences or tensors that a source does not have, or if a
+    source has other tensors."""
+    name, loss, reference = run.options.loss.loss, run.loss, run.options.loss.reference
+    needs = set(loss.needs) - COMPUTED.keys() if loss else set()
+    for source in (source_named(each).resolved() for each in run.sources.names):
+        row = source.first_row() if run.has_pairs else None
+        found = {*source.tensors}
+        if found and reference:
+            raise UserError(
+                f"--reference cannot be used with {source.name}, which has a teacher's most likely "
+                "tokens: remove --reference"
+            )
+        if not found <= needs:
+            raise UserError(
+                f"--loss {name} can't be computed from {source.name}, which has a teacher's most "
+                "likely tokens: use --loss distill; with --distill-lm-weight 1, it trains on the "
+                "tokens without the teacher"
+            )
+        if isinstance(loss, TopKDistillation) and not found:
+            raise UserError(
+                f"--loss {name} needs a teacher, and {source.name} has no most likely tokens of "
+                "one: pass the teacher with --reference, or use only files with such tokens"
+            )
+        if run.has_pairs and (row is None or not is_preference(row[1])):
             streamed = " or streamed" if source.streamed else ""
             raise UserError(
-                f"--loss {run.options.loss.loss} can't be computed from {source.name}, which has "
+                f"--loss {name} can't be computed from {source.name}, which has "
                 f"no chosen and rejected answers{streamed}: use a file of rows with them"
             )
 

@@ -562,7 +562,8 @@ class LossOptions:
     ] = "lm"
     """Loss: one of these, or one that --import registers. lm: the cross-entropy of the next token.
     dpo: direct preference optimization, on data with chosen and rejected answers; batch sizes count
-    pairs. distill: the divergence from a teacher, --reference."""
+    pairs. distill: the divergence from a teacher: --reference, or data with its most likely
+    tokens."""
     reference: Annotated[File, about(kept=False, agreed=False)] = None
     """Model that preferences are compared with, or the teacher of distill: as --load, in the same
     layout. With adapters, preferences are compared with the model without them."""

@@ -4,14 +4,22 @@ numbers of TRL, and what a loss needs of a batch."""
 import copy
 import math
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import megazoo
+from megazoo.engine.microbatch import MicroBatch
 from megazoo.errors import UserError
-from megazoo.losses import DPO, Distillation, reference_logprobs, teacher_activations
+from megazoo.losses import (
+    DPO,
+    Distillation,
+    TopKDistillation,
+    reference_logprobs,
+    teacher_activations,
+)
 from megazoo.testing import Layout
 from tests.support.context_parallel import rows_of_replica
 from tests.support.layouts import MODELS, model_in, parts_of_gradients, short_pieces, sizes_of
@@ -261,3 +269,103 @@ def test_distillation_is_that_of_double_precision(ranks, layout):
         parts = [of_rank[number][-1] for of_rank in results]
         distance, name = worst_gradient(parts, gradients)
         assert distance < 1e-5, name
+
+
+TOP = [(TopKDistillation(), 4), (TopKDistillation(lm_weight=0.25), VOCABULARY)]
+
+
+def top_of(count: int) -> dict[str, torch.Tensor]:
+    """The most likely tokens of a teacher, which is almost certain in the first row."""
+    logits = 3 * torch.randn(ROWS, TOKENS, VOCABULARY, generator=torch.Generator().manual_seed(3))
+    logits[0] *= 30
+    values, ids = logits.log_softmax(-1).topk(count)
+    return {"teacher_ids": ids, "teacher_logprobs": values}
+
+
+def divergence(logits: torch.Tensor, ids: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """The divergence of each token, in double precision; of all tokens by torch's kl_div."""
+    found, wanted = logits.double().log_softmax(-1), wanted.double()
+    if ids.shape[-1] == logits.shape[-1]:
+        return F.kl_div(found.gather(-1, ids), wanted, log_target=True, reduction="none").sum(-1)
+    rest = (1 - wanted.exp().sum(-1)).clamp(min=0)
+    others = found.scatter(-1, ids, -torch.inf).logsumexp(-1)
+    top = (wanted.exp() * (wanted - found.gather(-1, ids))).sum(-1)
+    return top + torch.xlogy(rest, rest) - rest * others
+
+
+@cache
+def expected_top(number: int):
+    (loss, count), batch = TOP[number], batch_of("padding")
+    inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+    model = copy.deepcopy(model_in(MODELS["llama"], context())).double()
+    logits, labels = model(**inputs).logits[:, :-1], batch["labels"][:, 1:]
+    counted, top = labels != -100, (each[:, :-1] for each in top_of(count).values())
+    kl = divergence(logits, *top)[counted].mean()
+    lm = F.cross_entropy(logits[counted], labels[counted])
+    value = (1 - loss.lm_weight) * kl + loss.lm_weight * lm
+    value.backward()
+    return value.item(), {"kl": kl.item(), "lm_loss": lm.item()}, parts_of_gradients(model)
+
+
+def distilled_from_top_in(layout: Layout):
+    ctx, results = context(**sizes_of(layout)), []
+    for loss, count in TOP:
+        model = model_in(MODELS["llama"], ctx)
+        batch = rows_of_replica(batch_of("padding") | top_of(count), ctx)
+        del batch["reference"]
+        how = {"num_microbatches": 4 // ctx.dp_size, "schedule": layout.schedule}
+        value = model.train_batch(**batch, loss=loss, **how)
+        results.append((value.item(), model.engine.loss_metrics, parts_of_gradients(model)))
+    return results
+
+
+@pytest.mark.parametrize("layout", marked_slow(LAYOUTS, lambda number, _: number > 3))
+def test_distillation_from_the_most_likely_tokens_is_that_of_double_precision(ranks, layout):
+    place = Layout.named(layout)
+    results = ranks(distilled_from_top_in, place.ranks, place)
+    for number in range(len(TOP)):
+        loss, metrics, gradients = expected_top(number)
+        for value, shown, _ in (of_rank[number] for of_rank in results):
+            assert value == pytest.approx(loss, rel=1e-5)
+            assert shown == pytest.approx(metrics, rel=1e-5)
+        parts = [of_rank[number][-1] for of_rank in results]
+        distance, name = worst_gradient(parts, gradients)
+        assert distance < 1e-5, name
+
+
+@pytest.mark.parametrize("certain", [0.0, 30.0, 300.0])
+@pytest.mark.parametrize("chances", [(0.5, 0.3), (0.7, 0.3), (0.6, 0.4000002), (1.0, 1e-9)])
+def test_the_rest_is_exact_if_the_student_is_certain(certain, chances):
+    logits = torch.randn(1, 1, 9, generator=torch.Generator().manual_seed(1))
+    logits[..., 2:4] += certain
+    ids, wanted = torch.tensor([[[2, 3]]]), torch.tensor(chances).log().view(1, 1, 2)
+    head = torch.nn.Identity()
+    head.ctx, head.task, head.start = context(), SimpleNamespace(vocab_size=9), 0
+    named = {"teacher_ids": ids, "teacher_logprobs": wanted}
+    found = []
+    for compute in (
+        lambda x: TopKDistillation().bound(head)._divergences(x, MicroBatch((1, 1), named=named)),
+        lambda x: divergence(x, ids, wanted),
+    ):
+        x = logits.clone().requires_grad_()
+        value = compute(x).sum()
+        value.backward()
+        found.append((value.double().detach(), x.grad))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_wrong_with_the_most_likely_tokens_is_told():
+    model, batch = megazoo.from_config(MODELS["gpt2"]), batch_of("plain")
+    del batch["reference"]
+    top = top_of(4)
+    for changed, line in {
+        "teacher_logprobs": r"\[8, 13, 4\], and teacher_logprobs has \[8, 13, 3\]",
+        "teacher_ids": f"teacher_ids {VOCABULARY} is outside the vocabulary of {VOCABULARY}",
+    }.items():
+        other = top["teacher_ids"] + VOCABULARY - top["teacher_ids"].max()
+        values = {"teacher_logprobs": top["teacher_logprobs"][..., :3], "teacher_ids": other}
+        given = top | {changed: values[changed]}
+        with pytest.raises(UserError, match=line):
+            model.train_batch(**batch, **given, loss=TopKDistillation())
+    with pytest.raises(UserError, match="temperature 2 must be 1 with the most likely tokens"):
+        TopKDistillation(temperature=2)

@@ -11,6 +11,7 @@ import megazoo
 from megazoo import pretrain
 from megazoo.errors import UserError
 from megazoo.losses import DPO, reference
+from megazoo.programs import evaluate
 from tests.support.pretraining import records
 from tests.support.training import context
 
@@ -187,6 +188,61 @@ def test_a_student_learns_from_a_teacher_alike_in_two_layouts(files, ranks, tmp_
         assert line[0] == pytest.approx(line[1])
 
 
+@pytest.fixture(scope="module")
+def top(files):
+    """A file of the most likely tokens of a trained teacher, in windows of 16 tokens."""
+    texts = files / "uneven.jsonl"
+    rows = [{"text": "abcdefghij"[:n] * (n % 4 + 1)} for n in range(2, 11)]
+    texts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = ["--data", texts, "--tokenizer", "byte", "--vocab-size", "257"]
+    how = "--eval-steps 0 --lr 2e-2 --warmup-steps 1 --seq-length 16 --steps 3 --save"
+    pretrain.main([*SIZES, *map(str, data), *how.split(), str(files / "teacher")])
+    scored = ["--text", texts, "--logprobs", files / "top.jsonl", "--top-k", 5]
+    words = [files / "teacher", *scored, "--seq-length", 16, "--device", "cpu"]
+    evaluate.main(list(map(str, words)))
+    return files / "top.jsonl"
+
+
+def from_file(top, *words) -> list[str]:
+    data = ["--data", top, "--tokenizer", "byte", "--vocab-size", "257", "--loss", "distill"]
+    how = "--split 70,30 --lr 5e-3 --seq-length 16 --warmup-steps 1 --lr-decay-steps 4".split()
+    return [*SIZES, *map(str, [*data, *how, *words])]
+
+
+def test_a_student_learns_from_a_file_alike_in_all_layouts(top, ranks, tmp_path):
+    same = ["--load", top.parent / "teacher", "--load-weights-only", "--steps", 1]
+    evaluates = ["--eval-steps", 2, "--metrics", tmp_path / "same"]
+    pretrain.main(from_file(top, *same, *evaluates))
+    step, evaluation = records(tmp_path / "same")[:2]
+    assert step["kl"] == pytest.approx(0, abs=1e-5)  # the contexts are those of the teacher
+    assert evaluation["eval_lm_loss"] > 1
+    student = ["--seed", 5, "--distill-lm-weight", 0.25, "--eval-steps", 0, "--metrics"]
+    pretrain.main(from_file(top, "--steps", 4, *student, tmp_path / "whole"))
+    keys = ("loss", "kl", "lm_loss", "grad_norm")
+    found = [[line[key] for key in keys] for line in records(tmp_path / "whole")]
+    assert found[-1][1] < 0.8 * found[0][1]
+    for number, words in enumerate(("--tp 2 --pp 2", "--tp 2 --cp 2")):
+        metrics = tmp_path / str(number)
+        words = [*words.split(), "--steps", 2, *student, metrics]
+        ranks(pretrain.main, 4, from_file(top, *words))
+        lines = [[line[key] for key in keys] for line in records(metrics)]
+        for line, expected in zip(lines, found[:2], strict=True):
+            assert line == pytest.approx(expected, rel=1e-4)
+
+
+def test_what_does_not_fit_a_file_of_a_teacher_is_refused(files, top):
+    texts = files / "texts.jsonl"
+    for words, line in {
+        "--loss lm": "--loss lm can't be computed from .*: use --loss distill; with --distill-lm-w",
+        "--loss dpo --lora-rank 2": "--loss dpo can't be computed from .*top.jsonl, which has a",
+        f"--data 0.5 {top} 0.5 {texts}": "--loss distill needs a teacher, and .*texts.jsonl has no",
+        f"--reference {files}/base": "--reference cannot be used with .*top.jsonl, which has a",
+        "--distill-temperature 2": "temperature 2 must be 1 with the most likely tokens of a teac",
+    }.items():
+        with pytest.raises(UserError, match=line):
+            pretrain.main(from_file(top, "--steps", 1, *words.split()))
+
+
 def of_base(ctx, adapted):
     model = megazoo.from_config("gpt2-tiny", ctx, seed=3)
     ids = torch.arange(20).view(2, 10)
@@ -233,7 +289,6 @@ def test_what_does_not_fit_is_refused(files):
         "--lora-rank 2 --loss lm --precompute-reference": "--precompute-reference cannot be used",
         "--lora-rank 2 --dpo-variant simpo --precompute-reference": "with --loss dpo: remove --pre",
         "--lora-rank 2 --loss dpp": "--loss is 'dpp': use one of lm, dpo",
-        "--loss distill": "--loss distill needs a teacher: pass it with --reference",
         f"--reference {files}/base --save {files}/base": "is in the directory of --save",
         "--reference none": "--reference: ",
         "--lora-rank 2 --dpo-variant simpo --reference none": "--reference cannot be used with",
@@ -246,6 +301,7 @@ def test_what_does_not_fit_is_refused(files):
             pretrain.prepare(job(files, "--steps", "1", *words.split()))
     for words, line in {
         f"--data {files}/texts.jsonl": "which has no chosen and rejected answers: use a file of",
+        "--loss distill --split 75,25": "--loss distill needs a teacher, and .*pairs.jsonl has no",
         "--data mock": "--loss dpo can't be computed from mock, which has no chosen",
         "--loss lm": "pairs.jsonl, line 1: it has preferences: use --loss dpo",
     }.items():
