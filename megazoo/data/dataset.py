@@ -94,8 +94,8 @@ def _tell_cuts(name: str, parts: list, seq_length: int, report: Callable[[str], 
     """Report how many conversations, or rows of a classifier, of a source are truncated."""
     if long := [length for part in parts for length in getattr(part, "long", ())]:
         report(
-            f"{name}: {len(long):,} pairs are longer than --seq-length {seq_length} and are "
-            f"skipped: {_enough(long)}"
+            f"{name}: skipped pairs that are longer than --seq-length {seq_length}: {len(long):,}. "
+            f"{_enough(long)}"
         )
     cut = sum(getattr(part, "cut", 0) for part in parts)
     if not cut:
@@ -135,8 +135,8 @@ def _check_parts(
             of_kind = "" if kind == "training" else f"{kind} "
             if long := getattr(part, "long", None):
                 raise UserError(
-                    f"{name}: all {len(long):,} {of_kind}pairs are longer than --seq-length "
-                    f"{seq_length}: use --seq-length {long[0]} or more"
+                    f"{name}: every {of_kind}pair is longer than --seq-length {seq_length}: use "
+                    f"--seq-length {long[0]} or more"
                 )
             if needed := getattr(part, "needed", None):
                 raise UserError(

@@ -112,10 +112,9 @@ class Batches:
           documents, or if padding is marked and the rows have different lengths. With context
           parallelism they are not split, because attention needs the documents of the complete row.
         - position_ids: the same shape, only if tokens must not attend to other documents.
-        - reference: fp32 [rows], or [rows, documents] of packed rows, if it is computed in advance.
         - sequence_length: length of the longest sample, only with context parallelism.
-        - the named arrays of the samples, [batch, longest sample, ...], padded with 0, on the last
-          stage. They are not split.
+        - the named arrays of the samples on the last stage, [batch, longest, ...], padded with 0.
+          They are not split.
 
         For a classifier: input_ids and, if padding is marked, document_ids, neither split by
         context parallelism, and labels, int64 [batch] or float32 [batch, numbers].
@@ -137,15 +136,13 @@ class Batches:
         if self.mark_padding and len(set(lengths)) > 1 and "document_ids" not in batch:
             is_token = torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(1)
             batch["document_ids"] = torch.where(is_token, 0, -1)
-        known = [] if labelled else [s.reference for s in samples if s.reference is not None]
-        if known:
-            together = pad_sequence(list(map(torch.from_numpy, known)), batch_first=True)
-            batch["reference"] = together[:, 0] if together.shape[1] == 1 else together
         length, cut = batch["input_ids"].shape[1], self.ctx.cp_size > 1 and not labelled
         if cut:
             batch |= _own_chunks(batch, self.ctx)
         if not labelled and self.ctx.pp_rank == self.ctx.placement.last_rank:
-            batch |= _padded_named(samples, length)
+            for name in samples[0].named:
+                arrays = [torch.from_numpy(sample.named[name]) for sample in samples]
+                batch[name] = pad_sequence(arrays, batch_first=True)
         if self.device.type == "cuda":
             batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
         return {**batch, "sequence_length": length} if cut else batch
@@ -246,18 +243,6 @@ def _padded(samples: list[Sample]) -> dict[str, torch.Tensor]:
     batch = {name: torch.from_numpy(array) for name, array in batch.items()}
     if separate:
         batch["position_ids"] = _positions(batch["document_ids"])
-    return batch
-
-
-def _padded_named(samples: list[Sample], length: int) -> dict[str, torch.Tensor]:
-    """Stack the named arrays of samples, padded with 0 to a length."""
-    batch = {}
-    for name, first in (samples[0].named or {}).items():
-        stacked = np.zeros((len(samples), length, *first.shape[1:]), first.dtype)
-        for row, sample in zip(stacked, samples, strict=True):
-            assert sample.named  # all samples of a run have the same names
-            row[: len(sample.input_ids)] = sample.named[name]
-        batch[name] = torch.from_numpy(stacked)
     return batch
 
 

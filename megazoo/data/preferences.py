@@ -49,8 +49,8 @@ class Preferences:
         pair = self.chosen[first], self.rejected[second]
         if self.reference is None:
             return Pair(*pair)
-        known = self.reference[index].reshape(2, 1)
-        return Pair(*(each._replace(reference=own) for each, own in zip(pair, known, strict=True)))
+        known = ({"reference": each} for each in self.reference[index].reshape(2, 1))
+        return Pair(*(each._replace(named=own) for each, own in zip(pair, known, strict=True)))
 
     def pairs_in(self, index: int) -> np.ndarray:
         """Return the numbers of the pairs of a sample."""
@@ -77,7 +77,8 @@ class PackedPreferences:
 
     def __init__(self, pairs: Preferences, seq_length: int):
         self.pairs = pairs
-        lengths = np.array([pairs.tokens_of(index) for index in range(len(pairs))], np.int64)
+        first, second = pairs.places.T
+        lengths = pairs.chosen.lengths[first] + pairs.rejected.lengths[second]
         fits = lengths <= seq_length
         self.numbers, self.long = np.flatnonzero(fits), sorted(lengths[~fits].tolist())
         self.bins = best_fit(lengths[fits], seq_length)

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,16 +25,13 @@ class Sample(NamedTuple):
         targets: int64 [tokens]. Targets of -100 are excluded from the loss.
         documents: document number of each token, int64 [tokens], if tokens must not attend to other
             documents; otherwise None.
-        reference: log-probability of each document's labels under a reference, fp32 [documents], if
-            the loss needs it; otherwise None.
-        named: arrays for the loss by name, [tokens, ...]; None for none.
+        named: arrays for the loss by name, [tokens, ...] or [documents, ...].
     """
 
     input_ids: np.ndarray
     targets: np.ndarray
     documents: np.ndarray | None = None
-    reference: np.ndarray | None = None
-    named: dict[str, np.ndarray] | None = None
+    named: Mapping[str, np.ndarray] = {}
 
 
 class LabelledRow(NamedTuple):
@@ -63,12 +60,11 @@ def sample_of(tokens: np.ndarray, eod: int | None = None) -> Sample:
 def joined(samples: list[Sample]) -> Sample:
     """Return one sample with the tokens of several, each a document."""
     documents = np.repeat(np.arange(len(samples)), [len(each.input_ids) for each in samples])
-    known = [each.reference for each in samples if each.reference is not None]
     return Sample(
         np.concatenate([each.input_ids for each in samples]),
         np.concatenate([each.targets for each in samples]),
         documents,
-        np.concatenate(known) if len(known) == len(samples) else None,
+        {name: np.concatenate([each.named[name] for each in samples]) for name in samples[0].named},
     )
 
 

@@ -268,7 +268,7 @@ def _agree_on_shape(
     shape = tuple(next(iter(tokens.values())).shape) if tokens else ()
     segments = "document_ids" in tokens or _has_padding(tokens.get("attention_mask"))
     shared: dict[str, int] = {"position_ids": "position_ids" in tokens, "segments": segments}
-    documents = _documents_of_rows(tokens.get("document_ids"), loss) if loss else 1
+    documents = _documents_of_rows(tokens, loss) if loss else 1
     if ctx.pp_size > 1:
         if ctx.pp_rank == 0 and len(shape) != 2:
             raise UserError(f"input_ids has the shape {list(shape)}, not [batch, sequence]")
@@ -287,12 +287,20 @@ def _agree_on_shape(
     return (batch, sequence), shared, documents
 
 
-def _documents_of_rows(ids: torch.Tensor | None, loss: Any) -> int:
+def _documents_of_rows(tokens: dict[str, torch.Tensor], loss: Any) -> int:
     """Return the number of documents of the row with the most; UserError if a row has several, and
     not a multiple of those that the loss needs together."""
+    ids, mask = tokens.get("document_ids"), tokens.get("attention_mask")
     if ids is None or ids.dim() != 2 or not ids.numel():
         return 1
     counts = numbers_of(ids).amax(dim=1) + 1
+    if mask is not None and mask.shape == ids.shape:
+        masked = numbers_of(ids.masked_fill((mask == 0).to(ids.device), -1)).amax(dim=1) + 1
+        if not torch.equal(masked, counts):
+            raise UserError(
+                "attention_mask has 0 within or instead of a document, whose parts a loss would "
+                "mix up: mark padding with document_ids of -1"
+            )
     most, together = int(counts.max()), loss.rows_together
     if most > 1 and (wrong := counts[counts % together != 0]).numel():
         raise UserError(

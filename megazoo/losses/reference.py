@@ -117,7 +117,7 @@ class Reference:
             self.model = other() if other else model
             if other:
                 self.model.eval().requires_grad_(False)
-            if other and self.model.has_last:
+            if "teacher" in needs and self.model.has_last:
                 vars(loss)["reference_head"] = self.model.output_head
 
     def drop(self) -> None:

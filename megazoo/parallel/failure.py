@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from megazoo.errors import UserError
-from megazoo.parallel.agreement import Terms, agree, is_compared
+from megazoo.parallel.agreement import OWN, Terms, agree, is_compared
 from megazoo.parallel.context import AXES, ParallelContext
 from megazoo.parallel.cpu import shared_memory
 from megazoo.torch_internals import default_store
@@ -80,6 +80,8 @@ def on_replica_ranks(function: Callable) -> Callable:
 
 def _together(function: Callable, in_replica: bool) -> Callable:
     name, signature = function.__name__, inspect.signature(function)
+    every = signature.parameters.values()
+    keywords = {each.name for each in every if each.kind is each.VAR_KEYWORD} - {*OWN}
 
     @wraps(function)
     def call(model, *args, **kwargs):
@@ -89,8 +91,9 @@ def _together(function: Callable, in_replica: bool) -> Callable:
             if together:
                 bound = signature.bind(model, *args, **kwargs)
                 bound.apply_defaults()
-                settings = bound.arguments.pop("settings", {})
-                together.agree(name, model, {**bound.arguments, **settings})
+                for more in keywords:  # the arguments of **settings
+                    bound.arguments |= bound.arguments.pop(more, {})
+                together.agree(name, model, dict(bound.arguments))
             return function(model, *args, **kwargs)
 
     return call

@@ -38,9 +38,10 @@ def train(run: Run, ctx: ParallelContext) -> Recorder | None:
         return None
     if note := run.note_on_decay():
         print_rank_0(note)
-    reference = reference_of(run, model, data)
     with Recorder(run, model, optimizer) as recorder:
-        train_steps(run, model, optimizer, data, recorder, reference)
+        reference = reference_of(run, model, data, recorder.stop_requested)
+        if not recorder.stopped_by:
+            train_steps(run, model, optimizer, data, recorder, reference)
     return recorder
 
 

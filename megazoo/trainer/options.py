@@ -562,8 +562,8 @@ class LossOptions:
     ] = "lm"
     """Loss: one of these, or one that --import registers. lm: the cross-entropy of the next token.
     dpo: direct preference optimization, on data with chosen and rejected answers; batch sizes count
-    pairs. distill: the divergence from a teacher: --reference, or data with its most likely
-    tokens."""
+    pairs, or rows with --packing. distill: the divergence from a teacher: --reference, or data with
+    its most likely tokens."""
     reference: Annotated[File, about(kept=False, agreed=False)] = None
     """Model that preferences are compared with, or the teacher of distill: as --load, in the same
     layout. With adapters, preferences are compared with the model without them."""
@@ -571,7 +571,7 @@ class LossOptions:
         bool, about(may_change=True, trainer="precompute-ref-log-probs")
     ] = False
     """Compute the log-probabilities of the reference of preferences before the first step, and
-    store them next to the data, for this and later runs. The reference is then not in memory."""
+    store them next to the data, for this and later runs. No second model is then in memory."""
 
     @property
     def given(self) -> dict[str, Any]:

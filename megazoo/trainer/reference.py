@@ -5,38 +5,39 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file, save
 
 from megazoo.data.loading import Batches
 from megazoo.data.order import Blend
 from megazoo.data.preferences import PackedPreferences, Preferences
 from megazoo.engine.auxiliary import counts_tokens
 from megazoo.errors import UserError
-from megazoo.files import locked
+from megazoo.files import locked, open_own
 from megazoo.lora.checksum import checksum_of
 from megazoo.lora.settings import is_adapter
 from megazoo.losses.reference import Reference
 from megazoo.models.base import Model
 from megazoo.models.pretrained import load_weights, open_source
 from megazoo.parallel.collectives import all_gather_objects, broadcast_from_stage
-from megazoo.terminal import count_bar, note_rank_0, print_rank_0
+from megazoo.terminal import count_bar, note_rank_0, print_error, print_rank_0
 from megazoo.trainer.data import Data
 from megazoo.trainer.run import Run
 
 Dataset = Preferences | PackedPreferences | None  # None: on stages without data
 
 
-def reference_of(run: Run, model: Model, data: Data) -> Reference:
+def reference_of(run: Run, model: Model, data: Data, stop: Callable[[], bool]) -> Reference:
     """Return the loss of a run with its reference: the model of --reference, the trained model
     without its adapters, or log-probabilities in the data.
 
-    A warning is printed if the model of --reference is not that of earlier steps.
+    A warning is printed if the model of --reference is not that of earlier steps. stop: returns
+    whether a signal ends the run.
     """
 
     def load() -> Model:
@@ -55,11 +56,18 @@ def reference_of(run: Run, model: Model, data: Data) -> Reference:
             if run.state.get("reference", checksum) != checksum:
                 note_rank_0(f"warning: --reference {given} has other weights than in earlier steps")
         if precomputes:
-            precompute(run, data, reference, other, checksum)
+            precompute(run, data, reference, other, checksum, stop)
     return reference
 
 
-def precompute(run: Run, data: Data, reference: Reference, model: Model, checksum: str) -> None:
+def precompute(
+    run: Run,
+    data: Data,
+    reference: Reference,
+    model: Model,
+    checksum: str,
+    stop: Callable[[], bool],
+) -> None:
     """Set the log-probabilities of the reference in the data, and drop the reference model.
 
     Those that are in a file next to the data are read; the others are computed and added to it. All
@@ -71,6 +79,7 @@ def precompute(run: Run, data: Data, reference: Reference, model: Model, checksu
         reference: the reference. Afterwards it computes nothing.
         model: its model.
         checksum: of the weights of the model without adapters.
+        stop: returns whether a signal ends the run: then nothing is stored.
     """
     config = json.dumps(vars(model.config), sort_keys=True, default=str)
     seq_length = run.options.training.seq_length
@@ -83,12 +92,14 @@ def precompute(run: Run, data: Data, reference: Reference, model: Model, checksu
         table = _read(file, pairs) if file and pairs else None
         known = table is None or not np.isnan(table[_used(dataset)]).any()
         if not all(all_gather_objects(known, model.ctx)):
-            table = _computed(run, model, dataset, reference)
+            table = _computed(run, model, dataset, reference, stop)
+            if stop():
+                return
             if file and pairs and table is not None:
                 _add(file, pairs, table)
-            computed += 0 if table is None else len(table)
-        elif table is not None:
-            found += len(table)
+            computed += len(_used(dataset))
+        else:
+            found += len(_used(dataset))
         if pairs:
             pairs.reference = table
     print_rank_0(
@@ -113,7 +124,9 @@ def _used(dataset: Dataset) -> np.ndarray:
     return np.arange(len(dataset or ()))
 
 
-def _computed(run: Run, model: Model, dataset: Dataset, reference: Reference) -> np.ndarray | None:
+def _computed(
+    run: Run, model: Model, dataset: Dataset, reference: Reference, stop: Callable[[], bool]
+) -> np.ndarray | None:
     """Return the log-probabilities of all pairs of a dataset: fp32 [pairs, 2]. None on stages
     without data."""
     ctx, size = model.ctx, torch.tensor(len(dataset or ()))
@@ -133,6 +146,8 @@ def _computed(run: Run, model: Model, dataset: Dataset, reference: Reference) ->
         count_bar(len(starts), "reference", "batches") as bar,
     ):
         for start, batch in zip(starts, built, strict=True):
+            if stop():
+                break
             mine = batches.rows_after(start)
             found = reference(batch, mine // micro).get("reference")
             first = start + ctx.dp_rank * mine
@@ -176,8 +191,9 @@ def _contents(file: Path) -> tuple[np.ndarray, np.ndarray]:
     try:
         tensors = load_file(file)
         rows, logprobs = tensors["rows"], tensors["logprobs"]
-        if rows.ndim != 1 or logprobs.shape != (len(rows), 2) or np.isnan(logprobs).any():
-            raise ValueError("its tensors have other shapes or values")
+        fits = rows.ndim == 1 and rows.dtype == np.int64 and logprobs.shape == (len(rows), 2)
+        if not fits or not np.isfinite(logprobs).all():
+            raise ValueError("its tensors have other shapes, types or values")
     except Exception as error:  # safetensors has no common base class
         raise UserError(
             f"{file} can't be read ({error}): delete it, and its values are computed again"
@@ -199,7 +215,8 @@ def _add(file: Path, pairs: Preferences, table: np.ndarray) -> None:
                     return
                 rows = np.append(old_rows, rows[others])
                 logprobs = np.append(old, logprobs[others], axis=0)
-            save_file({"rows": rows, "logprobs": logprobs}, staging)
+            with open_own(staging, truncate=True) as output:
+                output.write(save({"rows": rows, "logprobs": logprobs}))
             os.replace(staging, file)
     except OSError as error:
-        note_rank_0(f"warning: {file} can't be written: {error.strerror}")
+        print_error(f"warning: {file} can't be written: {error.strerror}")

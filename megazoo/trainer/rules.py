@@ -20,10 +20,10 @@ from megazoo.parallel.layout import Layout
 from megazoo.settings import check_value, described, flag_of
 from megazoo.trainer.adapters import NO_WEIGHTS, Weights, check_trained
 from megazoo.trainer.batch_sizes import BatchSizes
+from megazoo.trainer.loss import loss_of
 from megazoo.trainer.options import ModelOptions, Options, parts_of
 from megazoo.trainer.outputs import OUTPUTS
 from megazoo.trainer.outputs.base import check_output, check_writable
-from megazoo.trainer.preferences import loss_of
 
 LABELS = ("num_labels", "problem_type", "pad_token_id")  # fields of a classifier's config
 

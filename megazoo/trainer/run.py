@@ -20,8 +20,8 @@ from megazoo.tokenizer import Tokenizer
 from megazoo.trainer.adapters import Weights
 from megazoo.trainer.batch_sizes import BatchSizes
 from megazoo.trainer.defaults import FEW_STEPS, Defaults, fit_to_rows
+from megazoo.trainer.loss import loss_of
 from megazoo.trainer.options import DataOptions, Options, default_dtype
-from megazoo.trainer.preferences import loss_of
 from megazoo.trainer.record import InputFile
 from megazoo.trainer.rules import check_steps, settle_steps
 

@@ -48,23 +48,22 @@ def normaliser_without_gradient(logits_of, self, head, x):
     return logits, normaliser if self.ctx.tp_size == 1 else normaliser.detach()
 
 
-def normaliser_in_each_shard(divergence, self, x, teacher, counted):
+def normaliser_in_each_shard(divergences, self, x, batch):
     """Each rank adds the normaliser for its part of the vocabulary. The loss is right, but the
     gradient of the normaliser is weighted by the teacher's share of that part."""
     if self.ctx.tp_size == 1:
-        return divergence(self, x, teacher, counted)
+        return divergences(self, x, batch)
     with torch.no_grad():
-        logits, normaliser = self._logits(self.reference_head, teacher)
+        logits, normaliser = self._logits(self.reference_head, batch.named["teacher"])
         wanted = logits - normaliser
     logits, normaliser = self._logits(self.head, x)
     of_shard = (wanted.exp() * (wanted - logits + normaliser)).sum(dim=-1)
-    each = reduce_from_tensor_parallel(of_shard, self.ctx)
-    return self.temperature**2 * (each * counted).sum()
+    return self.temperature**2 * reduce_from_tensor_parallel(of_shard, self.ctx)
 
 
-def summed_in_backward_too(divergence, self, *given):
+def summed_in_backward_too(divergences, self, *given):
     """The gradient of the sum over tp is a sum too, though each rank computes the same loss."""
-    return copy_to_tensor_parallel(divergence(self, *given), self.ctx)
+    return copy_to_tensor_parallel(divergences(self, *given), self.ctx)
 
 
 BUGS += [
@@ -94,7 +93,7 @@ BUGS += [
         base, "all_reduce", lambda *_: None, layout="cp2", loss="dpo"),
     Bug("P5", "Gradients of distillation times tp",
         r"loss scale: every gradient is 2 x what it should be, and tp is 2",
-        Distillation, "_divergence", summed_in_backward_too,
+        Distillation, "_divergences", summed_in_backward_too,
         layout="tp2", loss="distill",
         source="NeMo Automodel #3776",
         link="https://github.com/NVIDIA-NeMo/Automodel/issues/3776"),
@@ -107,6 +106,6 @@ BUGS += [
         layout="tp2", model="llama", loss="distill"),
     Bug("", "The softmax's sum added by each part of the vocabulary",
         r"gradient of head\.weight: differs at step 1 on ranks 0",
-        Distillation, "_divergence", normaliser_in_each_shard,
+        Distillation, "_divergences", normaliser_in_each_shard,
         layout="tp2", model="llama", loss="distill"),
 ]  # fmt: skip

@@ -74,6 +74,12 @@ def test_without_a_part_of_the_check_a_bug_is_missed(owner, part, bug):
     assert not outcome.found, outcome.cause
 
 
+def test_every_bug_can_be_planted():
+    for bug in gallery.BUGS:
+        with bug.plant():
+            pass
+
+
 def test_all_published_mistakes_are_there():
     """Thirty of dense models, those of 2026 that can be planted, ten of mixtures of experts, and
     five of losses."""
