@@ -7,7 +7,7 @@ Nothing here imports torch.
 import hashlib
 import json
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,8 +29,10 @@ from megazoo.files import locked, open_own, reason_of
 from megazoo.terminal import byte_bar
 from megazoo.tokenizer.base import first_token
 
-KEYS = ("tokens", "top_ids", "top_logprobs")  # of a line, and of its cached arrays
+# The keys of a line and of its cached arrays, with the dtypes of the arrays.
 KINDS = {"tokens": "<i4", "top_ids": "<i4", "top_logprobs": "<f4"}
+KEYS = tuple(KINDS)
+DAMAGE = (OSError, UserError, ValueError)  # raised for a file that is missing or has a wrong size
 RULES = 1  # version of the rules that make the arrays, in their names
 CHUNK = 1 << 20  # bytes of lines that are read together
 ROUNDING = 1e-2  # by which a sum of probabilities may exceed 1
@@ -159,7 +161,7 @@ def has_top_tokens(path: Path) -> bool:
 
 
 def cached_top_tokens(path: Path) -> Arrays:
-    """Return the arrays of a file; create them at the first call.
+    """Return the arrays of a file; create them at the first call, and again if they are damaged.
 
     If several processes of a machine call this at the same time, only one creates the files.
 
@@ -169,38 +171,40 @@ def cached_top_tokens(path: Path) -> Arrays:
     directory, status = Path(f"{path}.tokens"), path.stat()
     facts = json.dumps([status.st_size, status.st_mtime_ns, RULES]).encode()
     prefix = directory / hashlib.blake2b(facts, digest_size=8, person=b"top tokens").hexdigest()
-    files = [Path(f"{prefix}_{key}_document") for key in KEYS]
     try:
-        if not _whole(files):
-            directory.mkdir(exist_ok=True)
-            with locked(Path(f"{prefix}.lock")):
-                if not _whole(files):  # another process may have made them meanwhile
-                    _write(path, files)
+        with suppress(*DAMAGE):
+            return _opened(prefix)
+        directory.mkdir(exist_ok=True)
+        with locked(Path(f"{prefix}.lock")):
+            with suppress(*DAMAGE):  # another process may have made them meanwhile
+                return _opened(prefix)
+            _write(path, prefix)
+            return _opened(prefix)
     except OSError as error:
         raise UserError(
             f"the arrays of {path} can't be written to {directory}: {reason_of(error)}", exit_code=1
         ) from error
-    tokens, ids, logprobs = map(IndexedTokens, files)
-    shape = len(tokens.tokens), -1
-    return Arrays(tokens, ids.tokens.reshape(shape), logprobs.tokens.view("<f4").reshape(shape))
 
 
-def _whole(files: list[Path]) -> bool:
-    """Return whether the files of arrays are complete: their indices are written last."""
-    return all(Path(f"{file}.idx").is_file() for file in files)
+def _opened(prefix: Path) -> Arrays:
+    """Map the arrays into memory; an error of DAMAGE if a file is missing or has a wrong size."""
+    tokens = IndexedTokens(f"{prefix}_tokens")
+    maps = (np.memmap(f"{prefix}_{key}.bin", KINDS[key], "r") for key in KEYS[1:])
+    ids, logprobs = map(np.asarray, maps)  # slicing a memmap takes longer
+    ids = ids.reshape(tokens.lengths.sum(), -1)
+    return Arrays(tokens, ids, logprobs.reshape(ids.shape))
 
 
-def _write(path: Path, files: list[Path]) -> None:
-    """Write the arrays of a file, then their indices. Their bytes are stored as int32 tokens."""
+def _write(path: Path, prefix: Path) -> None:
+    """Write the arrays of a file, then the index of the tokens."""
     lengths, width = [], 0
     with ExitStack() as stack:
-        outputs = [
-            stack.enter_context(open_own(Path(f"{file}.bin"), truncate=True)) for file in files
-        ]
-        for place, value in _objects(path):
+        files = [Path(f"{prefix}_{key}.bin") for key in KEYS]
+        outputs = [stack.enter_context(open_own(file, truncate=True)) for file in files]
+        for place, line in _lines(path):
             try:
-                arrays = _arrays_of(value, width)
-            except ValueError as error:
+                arrays = _arrays_of(object_of_line(line), width)
+            except (ValueError, RecursionError) as error:
                 raise UserError(f"{path}, {place}: {error}", exit_code=1) from error
             lengths.append(len(arrays[0]))
             width = arrays[1].shape[1]
@@ -208,21 +212,16 @@ def _write(path: Path, files: list[Path]) -> None:
                 output.write(array.tobytes())
     if not sum(lengths):
         raise UserError(f"{path} has no tokens")
-    for file, factor in zip(files, (1, width, width), strict=True):
-        write_index(f"{file}.idx", np.array(lengths) * factor, np.dtype(np.int32))
+    write_index(f"{prefix}_tokens.idx", np.array(lengths), np.dtype(np.int32))
 
 
-def _objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the place and the value of each object of a file."""
+def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield the place and the JSON of each object of a file."""
     with byte_bar(path.stat().st_size, "read") as bar:
         for chunk in read_chunks((str(path),), 0, 0, 0, CHUNK):
             for number, line in enumerate(chunk.data.split(b"\n"), chunk.line):
                 if line.strip():
-                    place = f"{chunk.unit} {number}"
-                    try:
-                        yield place, object_of_line(line)
-                    except (ValueError, RecursionError) as error:
-                        raise UserError(f"{path}, {place}: {error}", exit_code=1) from error
+                    yield f"{chunk.unit} {number}", line
             bar.update(chunk.read)
 
 

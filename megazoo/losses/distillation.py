@@ -94,7 +94,7 @@ class TopKDistillation(Distillation):
         if self.temperature != 1:
             raise UserError(
                 f"temperature {self.temperature:g} must be 1 with the most likely tokens of a "
-                "teacher: another one needs the log-probabilities of all tokens"
+                "teacher, because another one needs the log-probabilities of all tokens: use 1"
             )
 
     @property
@@ -116,12 +116,13 @@ class TopKDistillation(Distillation):
         columns, size = ids - self.head.start, logits.shape[-1]
         here = (columns >= 0) & (columns < size)
         chances = wanted.exp()
-        rest = (1 - chances.sum(-1)).clamp(min=0)
+        has_rest = ids.shape[-1] < vocabulary  # otherwise the difference is a rounding error
+        rest = (1 - chances.sum(-1)).clamp(min=0) * has_rest
         of_teacher = (torch.xlogy(chances, chances).sum(-1) + torch.xlogy(rest, rest)).float()
         chances, rest = chances.float(), rest.float()
         own = logits.gather(-1, columns.clamp(0, size - 1))
         found = reduce_from_tensor_parallel((chances * here * own).sum(-1), self.ctx)
-        if ids.shape[-1] < vocabulary:
+        if has_rest:
             found = found + rest * self._log_of_others(logits, columns.masked_fill(~here, size))
         # The normaliser of the student is added once, not by each shard.
         return of_teacher - found + (chances.sum(-1) + rest) * normaliser[..., 0]

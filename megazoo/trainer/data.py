@@ -16,6 +16,7 @@ from megazoo.data.conversations import as_jinja
 from megazoo.data.fingerprint import positions_in
 from megazoo.data.formats import is_conversation, is_preference
 from megazoo.data.sources import source_named
+from megazoo.data.teacher import TopTokens, cached_top_tokens
 from megazoo.engine.auxiliary import counts_tokens
 from megazoo.environment import is_rank_zero
 from megazoo.errors import UserError
@@ -51,10 +52,11 @@ def prepare_inputs(run: Run) -> None:
 
 def _check_data_of_loss(run: Run) -> None:
     """Raise UserError if the loss needs preferences or tensors that a source does not have, or if a
-    source has other tensors."""
+    source has other tensors, or tensors of another size."""
     name, loss, reference = run.options.loss.loss, run.loss, run.options.loss.reference
     needs = set(loss.needs) - COMPUTED.keys() if loss else set()
-    for source in (source_named(each).resolved() for each in run.sources.names):
+    sources = [source_named(each).resolved() for each in run.sources.names]
+    for source in sources:
         row = source.first_row() if run.has_pairs else None
         found = {*source.tensors}
         if found and reference:
@@ -79,6 +81,14 @@ def _check_data_of_loss(run: Run) -> None:
                 f"--loss {name} can't be computed from {source.name}, which has "
                 f"no chosen and rejected answers{streamed}: use a file of rows with them"
             )
+    tops = (source for source in sources if isinstance(source, TopTokens))
+    counts = {source.name: cached_top_tokens(source.path).ids.shape[1] for source in tops}
+    if len({*counts.values()}) > 1:
+        found = ", ".join(f"{name}: {count}" for name, count in counts.items())
+        raise UserError(
+            "all files of a run need the same number of a teacher's most likely tokens, but they "
+            f"differ ({found}): write them with the same --top-k"
+        )
 
 
 def open_data(run: Run, model: Model) -> Data:

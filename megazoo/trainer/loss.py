@@ -22,5 +22,8 @@ def loss_of(options: Options) -> Loss | None:
             raise UserError(f"{flag} cannot be used with --loss {chosen.loss}: remove {flag}")
     loss = loss_named(chosen.loss, **chosen.given)
     if type(loss) is Distillation and not chosen.reference:
-        return TopKDistillation(**loss.settings)
+        try:
+            return TopKDistillation(**loss.settings)
+        except UserError as error:
+            raise UserError(f"{error}, or pass the teacher with --reference") from error
     return loss

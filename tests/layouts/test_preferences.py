@@ -334,11 +334,14 @@ def test_distillation_from_the_most_likely_tokens_is_that_of_double_precision(ra
 
 
 @pytest.mark.parametrize("certain", [0.0, 30.0, 300.0])
-@pytest.mark.parametrize("chances", [(0.5, 0.3), (0.7, 0.3), (0.6, 0.4000002), (1.0, 1e-9)])
+@pytest.mark.parametrize(
+    "chances", [(0.5, 0.3), (0.7, 0.3), (0.6, 0.4000002), (1.0, 1e-9), (0.9, *[0.012] * 8)]
+)
 def test_the_rest_is_exact_if_the_student_is_certain(certain, chances):
     logits = torch.randn(1, 1, 9, generator=torch.Generator().manual_seed(1))
     logits[..., 2:4] += certain
-    ids, wanted = torch.tensor([[[2, 3]]]), torch.tensor(chances).log().view(1, 1, 2)
+    ids = torch.arange(2, 2 + len(chances)).view(1, 1, -1) % 9
+    wanted = torch.tensor(chances).log().view(1, 1, -1)
     head = torch.nn.Identity()
     head.ctx, head.task, head.start = context(), SimpleNamespace(vocab_size=9), 0
     named = {"teacher_ids": ids, "teacher_logprobs": wanted}

@@ -233,13 +233,15 @@ def test_a_student_learns_from_a_file_alike_in_all_layouts(top, ranks, tmp_path)
 
 
 def test_what_does_not_fit_a_file_of_a_teacher_is_refused(files, top):
-    texts = files / "texts.jsonl"
+    texts, one = files / "texts.jsonl", files / "one.jsonl"
+    one.write_text(json.dumps({"tokens": [1], "top_ids": [[1]], "top_logprobs": [[-1]]}))
     for words, line in {
         "--loss lm": "--loss lm can't be computed from .*: use --loss distill; with --distill-lm-w",
         "--loss dpo --lora-rank 2": "--loss dpo can't be computed from .*top.jsonl, which has a",
         f"--data 0.5 {top} 0.5 {texts}": "--loss distill needs a teacher, and .*texts.jsonl has no",
         f"--reference {files}/base": "--reference cannot be used with .*top.jsonl, which has a",
-        "--distill-temperature 2": "temperature 2 must be 1 with the most likely tokens of a teac",
+        f"--data 0.5 {top} 0.5 {one}": r"differ \(.*top.jsonl: 5, .*one.jsonl: 1\): write them",
+        "--distill-temperature 2": "temperature 2 must .*: use 1, or pass the teacher with --refer",
     }.items():
         with pytest.raises(UserError, match=line):
             pretrain.main(from_file(top, "--steps", 1, *words.split()))

@@ -98,6 +98,23 @@ def test_k_is_the_same_in_all_lines_and_there_are_tokens(tmp_path):
         cached_top_tokens(source_of(written(tmp_path / "b.jsonl", lines()[1:2])).path)
 
 
+@pytest.mark.parametrize("name", ["tokens.bin", "tokens.idx", "top_ids.bin", "top_logprobs.bin"])
+@pytest.mark.parametrize("size", [None, -12, 20])
+def test_damaged_arrays_are_written_again(name, size, tmp_path):
+    path = source_of(written(tmp_path / "top.jsonl", lines())).path
+    cached_top_tokens(path)
+    (file,) = tmp_path.glob(f"top.jsonl.tokens/*_{name}")
+    before = file.read_bytes()
+    file.unlink() if size is None else file.write_bytes((before + bytes(20))[: len(before) + size])
+    arrays, expected = cached_top_tokens(path), lines()
+    assert [arrays.tokens[number].tolist() for number in range(6)] == [
+        line["tokens"] for line in expected
+    ]
+    assert arrays.ids.tolist() == [ids for line in expected for ids in line["top_ids"]]
+    top = [each for line in expected for each in line["top_logprobs"]]
+    assert np.array_equal(arrays.logprobs, np.float32(top))
+
+
 def test_other_files_are_read_as_before(tmp_path):
     for number, row in enumerate(({"text": "a"}, {"tokens": [1], "logprobs": [-1.0]})):
         assert type(source_of(written(tmp_path / f"{number}.jsonl", [row]))) is TextFile
