@@ -58,14 +58,16 @@ class GradientSums:
         were built."""
         entries = self.model.trained_entries()
         if self.made is None or not self.made.are_of(entry.parameter for entry in entries):
-            late = {
+            summed = {
                 entry.parameter
                 for entry in entries
                 if len(entry.pp_ranks) > 1
                 or entry.name in self.model.used_again
                 or entry.spec.has_partial_gradient(self.ctx)
             }
-            unsummed = {e.parameter for e in entries if e.spec.plain and e.parameter in late}
+            plain = {entry.parameter for entry in entries if entry.spec.plain}
+            unsummed = plain & summed
+            late = summed | plain if self.ctx.tp_size > 1 else summed  # plain ones are compared
             parameters = [entry.parameter for entry in entries]
             axes = {entry.parameter: entry.spec.replicas(self.ctx) for entry in entries}
             buckets = GradientBuckets(parameters, self.ctx, late=late, unsummed=unsummed, axes=axes)
@@ -75,11 +77,14 @@ class GradientSums:
         return self.made
 
     @contextmanager
-    def of_batch(self, backwards: int, queue: WeightQueue | None = None) -> Iterator[None]:
+    def of_batch(
+        self, backwards: int, queue: WeightQueue | None = None, often: bool = False
+    ) -> Iterator[None]:
         """Within this block, the gradients of a batch are computed by `backwards` backwards per
-        stage, and then completed with `complete`. queue: see `deferred`."""
+        stage, and then completed with `complete`. queue: see `deferred`. often: see
+        `GradientBuckets.start`."""
         buckets = self.fit()
-        buckets.start(backwards, queue.weights if queue else ())
+        buckets.start(backwards, queue.weights if queue else (), often)
         try:
             with self.deferred(queue):
                 yield
@@ -157,7 +162,13 @@ class GradientSums:
                     "it in a ShardedModule, with ParameterSpec(partial=True)"
                 )
             return True
-        others = (entry for entry in entries if entry.spec.shard is None and not entry.spec.plain)
+        others = (
+            entry
+            for entry in entries
+            if entry.spec.shard is None
+            and not entry.spec.plain
+            and entry.parameter.grad is not None
+        )
         if not any(map(self._differs, others)):
             return False
         for entry in plain:

@@ -109,6 +109,7 @@ def run_pipeline(
                 run.weights.pop((item.stage, item.microbatch))()
             else:
                 run.backward(item)
+                model.engine.gradients.buckets.end_backward()
     transport.wait_for_sends()
     result = _result(run, labelled, axis.group)
     if not keep_graph:

@@ -99,7 +99,9 @@ class TrainingEngine:
         self.require_labels(micro_batches)
         queue = WeightQueue(buckets.received) if splits else None
         scale = self.loss_scale.value if self.loss_scale else 1.0
-        with self.gradients.of_batch(num_microbatches, queue):
+        # With one stage and whole backwards, each backward of this rank adds to all gradients.
+        often = queue is None and len(self.model.stages) == 1
+        with self.gradients.of_batch(num_microbatches, queue, often):
             result = run_pipeline(
                 self.model,
                 micro_batches,

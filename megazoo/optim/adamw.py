@@ -51,7 +51,11 @@ class AdamW(ModelOptimizer):
         clip_grad: largest global gradient norm; 0: no clipping.
         zero: 1: shard the optimizer state and the update over the replicas (ZeRO-1): each has 1 /
             (dp x cp) of every bucket of parameters. After `train_batch`, .grad then holds the sum
-            over the replicas only for this rank's shard. 0: no sharding.
+            over the replicas only for this rank's shard. 2: also shard the gradients: .grad is then
+            None after `train_batch`, and `model.engine.gradients.buckets.own(parameter)` is this
+            rank's shard. 0: no sharding.
+        zero_gather: "microbatch": ZeRO-2 reduces gradients in the backward of each micro-batch, if
+            the rank has one stage and whole backwards. "step": only in the last one.
         offload: whether to store the state on the CPU, and compute the update there.
         ema: decay of an exponential moving average of the weights, such as 0.999, which each step
             updates. It starts from the weights, and is stored in checkpoints; `megazoo convert
@@ -86,6 +90,7 @@ class AdamW(ModelOptimizer):
         clip_grad: float = 1.0,
         *,
         zero: int = 0,
+        zero_gather: str = "microbatch",
         offload: bool = False,
         ema: float = 0.0,
         loss_scale: LossScale | None = None,
@@ -94,7 +99,7 @@ class AdamW(ModelOptimizer):
         self.model, self.ctx, self.clip_grad = model, model.ctx, clip_grad
         self.defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         with propagate_errors(self.ctx):
-            _check_settings(self.defaults, clip_grad, zero)
+            _check_settings(self.defaults, clip_grad, zero, zero_gather)
             check_number("ema", ema, 0, 1)
             model.engine.agree_on_frozen()
         if model.dtype == torch.float16:
@@ -102,9 +107,11 @@ class AdamW(ModelOptimizer):
         self.loss_scale, self.skipped = model.engine.loss_scale, False
         self.device = torch.device("cpu") if offload else self.ctx.device
         self.entries = model.trained_entries()
-        self.sharded = bool(zero) and self.ctx.token_axis.size > 1
+        self.zero = zero if self.ctx.token_axis.size > 1 else 0
+        self.sharded = self.zero > 0
         self.buckets: GradientBuckets = model.engine.gradients.fit()
-        self.buckets.sharded = self.sharded
+        self.buckets.zero = self.zero
+        self.buckets.per_microbatch = zero_gather == "microbatch"
         self.ranges = {
             entry.name: self.range_of(entry, entry.spec.replicas(self.ctx).rank)
             for entry in self.entries
@@ -163,7 +170,7 @@ class AdamW(ModelOptimizer):
         by_name = {entry.name: entry for entry in self.entries}
         for group in self.param_groups:
             entries = [by_name[name] for name in group["names"]]
-            entries = [entry for entry in entries if entry.parameter.grad is not None]
+            entries = [entry for entry in entries if self.buckets.has(entry.parameter)]
             if entries:
                 self._update(entries, group, scale)
         self._average()
@@ -248,7 +255,7 @@ class AdamW(ModelOptimizer):
                 f"parameters were frozen or unfrozen after {type(self).__name__} was created: "
                 "create a new one"
             )
-        if self.buckets.sharded != self.sharded:
+        if self.buckets.zero != self.zero:
             raise UserError(
                 f"another {type(self).__name__} was created for this model, with another zero: "
                 "call its step() instead"
@@ -283,9 +290,9 @@ class AdamW(ModelOptimizer):
         CUDA the host waits here, once per step of float16.
         """
         copies = [
-            entry.parameter.grad
+            self.buckets.own(entry.parameter)
             for entry in self.entries
-            if entry.parameter.grad is not None and not counts_here(entry, self.buckets)
+            if self.buckets.has(entry.parameter) and not counts_here(entry, self.buckets)
         ]
         finite = norm.isfinite()
         if copies:
@@ -322,7 +329,7 @@ class AdamW(ModelOptimizer):
         """Return this replica's weights, gradient and state of a parameter."""
         weights, state = self._mine(entry.parameter, entry), self.state[entry.name]
         states = (state.get(MASTER, weights), *(state[moment] for moment in MOMENTS))
-        return Row(weights, self._mine(entry.gradient, entry), states)
+        return Row(weights, self.buckets.own(entry.parameter), states)
 
     def _fused(
         self,
@@ -347,7 +354,7 @@ class AdamW(ModelOptimizer):
         )
 
 
-def _check_settings(settings: dict, clip_grad: float, zero: int) -> None:
+def _check_settings(settings: dict, clip_grad: float, zero: int, zero_gather: str) -> None:
     """Raise UserError for an invalid setting."""
     for name in ("lr", "eps", "weight_decay"):
         check_number(name, settings[name], 0)
@@ -357,5 +364,7 @@ def _check_settings(settings: dict, clip_grad: float, zero: int) -> None:
     for beta in betas:
         check_number("beta", beta, 0, 1)
     check_max_norm("clip_grad", clip_grad)
-    if zero not in (0, 1):
-        raise UserError(f"zero must be 0 or 1, got {zero}")
+    if zero not in (0, 1, 2):
+        raise UserError(f"zero must be 0, 1 or 2, got {zero}")
+    if zero_gather not in ("microbatch", "step"):
+        raise UserError(f"zero_gather must be microbatch or step, got {zero_gather!r}")

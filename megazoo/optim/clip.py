@@ -46,7 +46,14 @@ def clip_grad_norm(model: Any, max_norm: float) -> torch.Tensor:
         buckets.check()
         norm = global_norm(entries, buckets)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    scale_each([e.parameter.grad for e in entries if e.parameter.grad is not None], factor)
+    with_gradient = [entry for entry in entries if buckets.has(entry.parameter)]
+    scale_each(
+        [
+            buckets.own(entry.parameter) if buckets.zero > 1 else entry.gradient
+            for entry in with_gradient
+        ],
+        factor,
+    )
     return norm
 
 
@@ -58,7 +65,7 @@ def global_norm(entries: list[NamedParameter], buckets: GradientBuckets) -> torc
     entries: the trained parameters of this rank. Every rank calls it.
     """
     ctx = buckets.ctx
-    counted = [_counted(entry, buckets) for entry in entries if entry.parameter.grad is not None]
+    counted = [_counted(entry, buckets) for entry in entries if buckets.has(entry.parameter)]
     total = torch.zeros((), dtype=torch.float64, device=ctx.device)
     if ctx.device.type == "cuda":
         parts = [part for parts in counted for part in parts]
@@ -86,20 +93,21 @@ def element_range(entry: NamedParameter, buckets: GradientBuckets, replica: int)
 
 def _counted(entry: NamedParameter, buckets: GradientBuckets) -> list[torch.Tensor]:
     """Return views of the parts of the gradient that this rank counts."""
-    gradient, pieces = entry.gradient, entry.counted_pieces(buckets.ctx)
+    pieces, parameter = entry.counted_pieces(buckets.ctx), entry.parameter
     if not buckets.sharded:
         if buckets.ctx.folded and not entry.is_first_replica(buckets.ctx):
             return []  # the sum is over the token axis
-        return [gradient[piece.index()] for piece in pieces]
-    ranges = [(0, gradient.numel())]
+        return [entry.gradient[piece.index()] for piece in pieces]
+    ranges = [(0, parameter.numel())]
     if not counts_whole(entry, buckets.ctx):
         # Copies that don't count are full rows; RowParallelLinear has none.
-        width = gradient[0].numel()
+        width = parameter[0].numel()
         rows = [piece.index()[0] for piece in pieces]
         ranges = [(each.start * width, each.stop * width) for each in rows]
-    first, last = element_range(entry, buckets, buckets.axis_of(entry.parameter).rank)
-    ours = [(max(first, start), min(last, stop)) for start, stop in ranges]
-    return [gradient.view(-1)[start:stop] for start, stop in ours if start < stop]
+    first, last = element_range(entry, buckets, buckets.axis_of(parameter).rank)
+    ours = [(max(first, start) - first, min(last, stop) - first) for start, stop in ranges]
+    gradient = buckets.own(parameter)
+    return [gradient[start:stop] for start, stop in ours if start < stop]
 
 
 def counts_whole(entry: NamedParameter, ctx: ParallelContext) -> bool:

@@ -53,7 +53,9 @@ class Muon(AdamW):
         clip_grad: largest global gradient norm; 0: no clipping.
         adamw: settings of AdamW for the other parameters: lr (default: 3e-4), betas, eps,
             weight_decay.
-        zero: 1: shard the optimizer state over the replicas, including the momentum (see AdamW).
+        zero: 1: shard the optimizer state over the replicas, including the momentum. 2: also shard
+            the gradients.
+        zero_gather: see AdamW.
         ema: as in AdamW.
         loss_scale: as in AdamW.
         ns_dtype: data type of the Newton-Schulz iterations: "float32", "bfloat16", or "auto":
@@ -84,6 +86,7 @@ class Muon(AdamW):
         *,
         adamw: dict | None = None,
         zero: int = 0,
+        zero_gather: str = "microbatch",
         ema: float = 0.0,
         loss_scale: LossScale | None = None,
         ns_dtype: str = "auto",
@@ -101,7 +104,8 @@ class Muon(AdamW):
             _check_settings(self._muon, adamw, ns_dtype)
             self._linear = linear_names(model)
             _check_cuts(model, self._linear)
-        common = {"clip_grad": clip_grad, "zero": zero, "ema": ema, "loss_scale": loss_scale}
+        common: dict[str, Any] = {"clip_grad": clip_grad, "ema": ema, "loss_scale": loss_scale}
+        common |= {"zero": zero, "zero_gather": zero_gather}
         super().__init__(model, **adamw, **common)
         if ns_dtype == "auto":
             ns_dtype = "bfloat16" if self.ctx.device.type == "cuda" else "float32"
@@ -167,7 +171,7 @@ class Muon(AdamW):
             buffer = self.state[entry.name][MOMENTUM][mine]
             if entry.name not in stepped:
                 return torch.zeros_like(buffer)
-            gradient = self._mine(entry.gradient, entry)[mine].float()
+            gradient = self.buckets.own(entry.parameter)[mine].float()
             gradient = gradient if scale is None else gradient / scale
             buffer.lerp_(gradient, 1 - group["momentum"])
             return gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer

@@ -8,6 +8,7 @@ import functools
 import weakref
 from collections import deque
 from collections.abc import Container, Iterable, Mapping
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from megazoo.torch_internals import copy_each, scale_each
 BUCKET_ELEMENTS = 1 << 23  # on CPUs: 32 MB of fp32
 CUDA_BUCKET_ELEMENTS = 40_000_000  # on CUDA at least: 160 MB, as in Megatron-LM
 SHARD_ELEMENTS = 1_000_000  # on CUDA at least, of each replica: 4 MB
+LEAVING = 2  # buckets that are on their way under ZeRO-2, at most
 # elements: shards start at vector boundaries of kernels, so results equal those without shards
 ALIGNMENT = 64
 
@@ -39,7 +41,7 @@ UNFINISHED = (
 )
 MIXED = (
     "a custom backward has added to gradients that train_batch sharded over the replicas "
-    "(ZeRO-1): call model.zero_grad() before it"
+    "(ZeRO): call model.zero_grad() before it"
 )
 
 USED_AGAIN = (
@@ -88,9 +90,11 @@ class GradientBuckets:
 
     `megazoo.engine.gradients.GradientSums` calls the methods.
 
-    With `sharded`, each replica gets only its shard of every bucket (ZeRO-1, Rajbhandari et al.
-    2020): the elements `range_of(parameter)` of each parameter. It updates these, and `gather`
-    sends them to all.
+    zero: stage of ZeRO (Rajbhandari et al. 2020). From 1, each replica gets only its shard of every
+    bucket: the elements `range_of(parameter)` of each parameter. It updates these, and `gather`
+    sends them to all. From 2, it keeps only that shard: `own` returns it, and p.grad is None. With
+    `per_microbatch`, a bucket then leaves in each backward, if `start` allows it, and the shards
+    are added up.
 
     A backward outside of start and wait_for_sums is a custom one. Its gradients are only this
     rank's until `average`. `check` raises an error if a step may not use the current gradients.
@@ -105,7 +109,7 @@ class GradientBuckets:
         unsummed: Container[nn.Parameter] = (),
         axes: Mapping[nn.Parameter, Axis] | None = None,
     ):
-        self.ctx, self.sharded = ctx, False
+        self.ctx, self.zero, self.per_microbatch = ctx, 0, True
         self.counting = False  # between start and wait_for_sums
         self.fault: str | None = None  # why a step must not take the gradients as they are
         self.shared_out = False  # the last batch left each replica its own part of the sums
@@ -140,10 +144,18 @@ class GradientBuckets:
         # backwards that each of them still waits for; empty when not counting
         self.missing: list[int] = []
         self.deferred: Container[nn.Parameter] = ()
-        self.launched = 0  # buckets whose sums have started
-        self.works: list = []
+        self.launched = 0  # buckets whose sums have started, of the current round
+        self.rounds = 0  # rounds that are left, in each of which every bucket leaves
+        # buckets that are on their way, with what to wait for
+        self.leaving: deque[tuple[int, torch.Tensor, dist.Work | None]] = deque()
+        self.shards: dict[int, torch.Tensor] = {}  # under ZeRO-2, this replica's, by bucket
         _alive.add(self)
         _check_steps()
+
+    @property
+    def sharded(self) -> bool:
+        """Whether each replica gets only its shard of the sums."""
+        return self.zero > 0
 
     def _lay_out(self, bucket: list[nn.Parameter], axis: Axis) -> None:
         """Add a bucket of these parameters, of one axis, and give each its place in it."""
@@ -172,20 +184,39 @@ class GradientBuckets:
             hook.remove()
         for parameter in self.place.keys() - others.place.keys():
             parameter.grad = None
-        others.sharded, others.fault, others.shared_out = self.sharded, self.fault, self.shared_out
+        others.zero, others.per_microbatch = self.zero, self.per_microbatch
+        others.fault, others.shared_out = self.fault, self.shared_out
         _alive.discard(self)
 
-    def start(self, backwards: int, deferred: Container[nn.Parameter] = ()) -> None:
+    def start(
+        self, backwards: int, deferred: Container[nn.Parameter] = (), often: bool = False
+    ) -> None:
         """Free the gradients and expect `backwards` contributions to each before it is reduced over
         the replicas.
 
         deferred: parameters whose contributions are reported by `received` instead of autograd.
+        often: whether buckets may leave in each backward, which `end_backward` ends.
         """
         for parameter in self.place:
             parameter.grad = None
+        self.shards.clear()
         self.deferred, self.counting, self.fault = deferred, True, UNFINISHED
+        self.rounds = backwards if often and self.zero > 1 and self.per_microbatch else 1
+        self._start_round(backwards // self.rounds)
+
+    def _start_round(self, backwards: int) -> None:
+        """Expect `backwards` contributions to each gradient before its bucket leaves."""
         self.missing = [len(members) * backwards for members in self.members[: self.early]]
         self.launched = 0
+
+    def end_backward(self) -> None:
+        """End the backward of a micro-batch. If buckets leave in each, those that have not left do
+        now, so that all replicas reduce the same ones."""
+        if self.rounds > 1:
+            self.fill_missing(self.early)
+            self._launch(self.early)
+            self.rounds -= 1
+            self._start_round(1)
 
     def stop(self) -> None:
         """Stop expecting backwards of the batch."""
@@ -194,20 +225,40 @@ class GradientBuckets:
     def forget(self) -> None:
         """Note that all gradients were zeroed or freed."""
         if not self.counting:
+            self.shards.clear()
             self.fault, self.shared_out = None, False
 
-    @property
-    def nbytes(self) -> int:
-        """Count the bytes of all gradients after a step."""
+    def nbytes(self, often: bool = False) -> int:
+        """Count the bytes of all gradients in the last backward of a step; often: if buckets leave
+        in each backward."""
         counts = (
-            size if axis.size > 1 else sum(parameter.numel() for parameter, _ in members)
-            for size, axis, members in zip(self.sizes, self.axes, self.members, strict=True)
+            size // (axis.size if often and index < self.early else 1)
+            if axis.size > 1
+            else sum(parameter.numel() for parameter, _ in members)
+            for index, (size, axis, members) in enumerate(
+                zip(self.sizes, self.axes, self.members, strict=True)
+            )
         )
         return sum(counts) * torch.float32.itemsize
 
-    def fill_missing(self) -> None:
-        """Set missing gradients to zeros: after the last backward, before `wait_for_sums`."""
-        for parameter in self.place:
+    @property
+    def leaving_bytes(self) -> int:
+        """Count the bytes of gradients and buckets that are on their way at the same time, if they
+        leave in each backward."""
+        shared = [
+            size
+            for size, axis in zip(self.sizes[: self.early], self.axes, strict=False)
+            if axis.size > 1
+        ]
+        together = [
+            sum(shared[max(0, n - LEAVING) : n + 1]) + shared[n] for n in range(len(shared))
+        ]
+        return max(together, default=0) * torch.float32.itemsize
+
+    def fill_missing(self, stop: int | None = None) -> None:
+        """Set missing gradients to zeros, before `wait_for_sums`; in the buckets before `stop` that
+        have not left."""
+        for parameter, _ in chain.from_iterable(self.members[self.launched : stop]):
             if parameter.grad is None:
                 parameter.grad = torch.zeros(
                     parameter.shape, dtype=torch.float32, device=parameter.device
@@ -219,13 +270,12 @@ class GradientBuckets:
         self._launch(len(self.members))
         self.stop()
         self.fault, self.shared_out = None, self.sharded
-        with spent("communication", "wait"):
-            for work in self.works:
-                work.wait()
-        self.works = []
+        while self.leaving:
+            self._arrive()
         if loss_scale != 1.0:
             gradients = (parameter.grad for parameter in self.place)
-            scale_each([grad for grad in gradients if grad is not None], 1 / loss_scale)
+            found = [grad for grad in gradients if grad is not None]
+            scale_each([*found, *self.shards.values()], 1 / loss_scale)
 
     def received(self, parameter: nn.Parameter) -> None:
         """Note that a backward has added to the parameter's gradient."""
@@ -269,6 +319,22 @@ class GradientBuckets:
         first, last = (min(max(edge, 0), parameter.numel()) for edge in edges)
         return first, last
 
+    def has(self, parameter: nn.Parameter) -> bool:
+        """Return whether a parameter has a gradient, or this replica's shard of one."""
+        return parameter.grad is not None or self.place[parameter][0] in self.shards
+
+    def own(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Return this replica's elements of a parameter's gradient, which it `has`: those of
+        `range_of`, or all without shards, flat."""
+        index, start = self.place[parameter]
+        first, last = self.range_of(parameter, self.axes[index].rank)
+        if (shard := self.shards.get(index)) is not None:
+            begin = len(shard) * self.axes[index].rank - start
+            return shard[first - begin : last - begin] if first < last else shard[:0]
+        assert parameter.grad is not None
+        flat = parameter.grad.view(-1)
+        return flat[first:last] if self.sharded else flat
+
     @torch.no_grad()
     def gather(self) -> None:
         """Send every replica the parameter elements that the others have updated.
@@ -309,9 +375,30 @@ class GradientBuckets:
         for index in range(self.launched, stop):
             axis = self.axes[index]
             if axis.size > 1:
-                work = reduce(self._filled(index), axis.group, async_op=True)
-                self.works += [work] if work else []
+                bucket = self._filled(index)
+                work = reduce(bucket, axis.group, async_op=True)
+                self.leaving.append((index, bucket, work))
+                if self.zero > 1:
+                    for parameter, _ in self.members[index]:
+                        parameter.grad = None
+                    while len(self.leaving) > LEAVING:
+                        self._arrive()
         self.launched = max(self.launched, stop)
+
+    @torch.no_grad()
+    def _arrive(self) -> None:
+        """Wait for the sums of the bucket that left first. Under ZeRO-2, add this replica's shard
+        to those of earlier backwards; the rest of the bucket is freed."""
+        index, bucket, work = self.leaving.popleft()
+        if work:
+            with spent("communication", "wait"):
+                work.wait()
+        if self.zero > 1:
+            shard = bucket.chunk(self.axes[index].size)[self.axes[index].rank]
+            if index in self.shards:
+                self.shards[index] += shard
+            else:
+                self.shards[index] = shard.clone()
 
     @torch.no_grad()
     def _filled(self, index: int) -> torch.Tensor:
@@ -381,8 +468,8 @@ def _before_step(optimizer: torch.optim.Optimizer, *_) -> None:
         buckets.check()
         if buckets.shared_out:
             raise UserError(
-                "gradients are sharded over the replicas because of AdamW(zero=1): step that "
-                "optimizer, or do not create it"
+                f"gradients are sharded over the replicas because of AdamW(zero={buckets.zero}): "
+                "step that optimizer, or do not create it"
             )
         lower = next((p for p in ours if p.grad is not None and p.grad.dtype != p.dtype), None)
         fused = any(group.get("fused") for group in optimizer.param_groups)

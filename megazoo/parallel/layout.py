@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 
 from megazoo.errors import UserError
 from megazoo.parallel.placement import PLACEMENTS, Placement
-from megazoo.parallel.schedule import SCHEDULES, placement_named_by
+from megazoo.parallel.schedule import SCHEDULES, placement_named_by, splits_backward
 from megazoo.parallel.sizes import check_folded
 
 # The axes of the mesh, slowest to fastest: tp ranks are neighbours, so that they are on one node.
@@ -96,15 +96,20 @@ class Layout:
     bubble, but more communication. A schedule with two stages per rank sets 2."""
     sequence_parallel: bool | None = switch(False, lambda: {"sp": True})
     """Whether to use sequence parallelism. None: on CUDA only."""
-    zero: Literal[0, 1] = switch(
+    zero: Literal[0, 1, 2] = switch(
         0,
-        lambda: {"zero": 1},
+        lambda: {"zero": 1, "zero2": 2},
         megatron="use-distributed-optimizer 1",
         torchtitan="parallelism.data-parallel-shard-degree 1",
     )
     """ZeRO stage. 1: shard the state and the update of the optimizer over the ranks of dp and cp;
-    each rank has 1 / (dp x cp) of the state of its parameters. 0: each rank has all of this
-    state."""
+    each rank has 1 / (dp x cp) of the state of its parameters. 2: also shard the sums of the
+    gradients, and reduce them in the backward of each micro-batch. 0: each rank has all of both.
+    """
+    zero_gather: Literal["microbatch", "step"] = switch("microbatch", lambda: {"per-step": "step"})
+    """How often --zero 2 reduces gradients. microbatch: in the backward of each micro-batch, which
+    needs the least memory. Pipelines with several stages per rank or split backwards do it once per
+    step. step: in the last backward of a step, which sends the least."""
     cp_method: CPMethod = switch(
         "allgather", lambda: {name: name for name in CP_METHODS[1:]}, megatron="cp-comm-type"
     )
@@ -138,6 +143,8 @@ class Layout:
         if self.virtual_pp > 1 and self.pp == 1:
             what = f"schedule {self.schedule}" if in_a_v else f"virtual-pp {self.virtual_pp}"
             raise UserError(f"{what} needs a pipeline: use pp 2 or more")
+        if self.zero < 2 and self.zero_gather != "microbatch":
+            raise UserError(f"zero-gather {self.zero_gather} needs zero 2: use both, or neither")
         _ = self.placement  # raises for another number of stages per rank
 
     def _set(self, **values: Any) -> None:
@@ -214,6 +221,13 @@ class Layout:
     def placement(self) -> Placement:
         """Which rank of the pipeline has which stage."""
         return Placement(placement_named_by(self.schedule), self.pp, self.virtual_pp)
+
+    @property
+    def reduces_often(self) -> bool:
+        """Whether ZeRO-2 reduces gradients in the backward of each micro-batch."""
+        if self.zero < 2 or self.zero_gather == "step" or self.virtual_pp > 1:
+            return False
+        return not splits_backward(self.schedule, self.pp)
 
     def with_replicas(self, dp: int, **sizes: int) -> Self:
         """Return this layout with other sizes, without the folded axes that do not fit then."""

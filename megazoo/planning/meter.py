@@ -189,7 +189,8 @@ def costs_of(
     although a rank that gathers keys computes only those up to the ends of its chunks. So all ranks
     are equal: each has an early chunk with few keys and a late one with many.
     """
-    _set_gradients(model, stage, exist=not has_one_microbatch(table))
+    grow = has_one_microbatch(table) and not model.ctx.layout.reduces_often
+    _set_gradients(model, stage, exist=not grow)
     batch = _micro_batch(run, model.ctx)
     stage_run = StageRun(
         model,

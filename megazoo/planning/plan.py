@@ -217,7 +217,7 @@ class Planner(Builder):
             run.micro_batch_size,
             run.seq_length,
             run.dtype,
-            has_one_microbatch(table),
+            has_one_microbatch(table) and not ctx.layout.reduces_often,
             backward_follows(table, ctx.stage_count - 1),
             run.recompute,
             run.recompute == "full" and run.recompute_interval,
@@ -262,8 +262,11 @@ class Planner(Builder):
         boundary = boundary_bytes(run, model) if ctx.pp_size > 1 else 0
         on_their_way = (MAX_OPEN_EXCHANGES + 1) * boundary
         activations = round(_peak(table, by_stage)) + on_their_way
-        if has_one_microbatch(table):
+        if ctx.layout.reduces_often:
+            activations += static.leaving
+        elif has_one_microbatch(table):
             activations -= static.gradients  # they are included in the costs of the actions
+        backwards = sum(action.kind == "B" for action in table)
         to = [a.stage + (1 if a.kind == "F" else -1) for a in table if a.kind != "W"]
         sends = sum(0 <= stage < ctx.stage_count and stage not in by_stage for stage in to)
         return RankPlan(
@@ -283,7 +286,7 @@ class Planner(Builder):
             sent_tp=sum(cost.sent_tp for cost in taken) + static.sent_tp,
             sent_pp=sends * boundary + static.sent_tied,
             sent_cp=sum(cost.sent_cp for cost in taken),
-            sent_dp=static.sent_dp,
+            sent_dp=static.sent_dp + (backwards - 1) * static.sent_each,
         )
 
     def static(self, model: Model, run: PlannedRun) -> Static:
@@ -296,6 +299,7 @@ class Planner(Builder):
             model.ctx.layout.folded_sizes,
             run.optimizer,
             model.ctx.layout.zero,
+            model.ctx.layout.reduces_often,
             run.offload_optimizer,
             run.dtype,
             tuple(model.tied.values()),

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate, product
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -81,7 +81,7 @@ def find_layouts(
     - virtual-pp: up to LARGEST_VIRTUAL_PP, if it divides the layers.
     - recompute: the least that fits.
     - Sequence parallelism and ZeRO-1: on if tp or dp x cp allow it, because they do not send more
-      bytes than the collectives that they replace.
+      bytes than the collectives that they replace. ZeRO-2 only if no layout with ZeRO-1 fits.
 
     Args:
         planner: Plans the layouts.
@@ -172,6 +172,7 @@ def _of_sizes(
     other settings. sizes: tp, pp, cp and dp."""
     tp, pp, replicas = sizes["tp"], sizes["pp"], sizes["dp"] * sizes["cp"]
     chosen: dict[str, Any] = {**sizes, "sequence_parallel": tp > 1, "zero": int(replicas > 1)}
+    stages: list[Literal[0, 1, 2]] = [1, 2] if replicas > 1 else [0]  # of ZeRO
     virtual = _sizes_of_virtual_pp(planner.config.layers, pp)
     for virtual_pp, ep in product(virtual, _sizes_of_ep(planner.config, replicas)):
         chosen |= {"virtual_pp": virtual_pp, "ep": ep}
@@ -179,8 +180,12 @@ def _of_sizes(
         if wanted is None:
             yield None
             continue
-        modes = (replace(run, recompute=mode) for mode in MODES)
-        tried = (fitting_layout(planner, wanted, mode, memory, gpu) for mode in modes)
+        tried = (
+            fitting_layout(
+                planner, replace(wanted, zero=stage), replace(run, recompute=mode), memory, gpu
+            )
+            for stage, mode in product(stages, MODES)
+        )
         yield next(filter(None, tried), None)
 
 

@@ -20,8 +20,9 @@ class Static:
     """The permanent memory of a rank, in bytes as in RankPlan, the bytes per step that it sends for
     gradients and parameters, and the FLOPs of the matrix products of its optimizer.
 
-    sent_early: the part of sent_dp that is sent during backward, to reduce gradients. The rest is
-    sent after it.
+    sent_early: the part of sent_dp that is sent during the last backward, to reduce gradients. The
+    rest is sent after it. leaving: under ZeRO-2, bytes of gradients during a backward in addition
+    to `gradients`. sent_each: bytes that each backward sends over dp before the last one.
     """
 
     parameters: int
@@ -35,6 +36,8 @@ class Static:
     sent_dp: float
     sent_early: float
     optimizer_flops: float
+    leaving: int = 0
+    sent_each: float = 0.0
 
     @property
     def device_bytes(self) -> int:
@@ -73,6 +76,8 @@ def measure_static(model: Model, run: PlannedRun) -> Static:
     sums = _sent_to_replicas(ctx) - before_dp
     # the share of each bucket
     shares = [s * (a.size - 1) / a.size for s, a in zip(buckets.sizes, buckets.axes, strict=True)]
+    early = sums * sum(shares[: buckets.early]) / max(1, sum(shares))
+    often = ctx.layout.reduces_often
     if buckets.sharded:
         buckets.gather()
     flops = 0.0
@@ -90,14 +95,16 @@ def measure_static(model: Model, run: PlannedRun) -> Static:
         parameters=sum(e.parameter.numel() for e in entries),
         trainable_parameters=sum(e.parameter.numel() for e in trained),
         weights=sum(e.parameter.nbytes for e in entries),
-        gradients=buckets.nbytes,
+        gradients=buckets.nbytes(often),
         optimizer=0 if run.offload_optimizer else here,
         optimizer_host=there if run.offload_optimizer else 0,
         sent_tp=_sent(ctx.tp_group) - before,
-        sent_tied=sum((len(e.pp_ranks) - 1) * e.gradient.nbytes for e in trained),
+        sent_tied=sum((len(e.pp_ranks) - 1) * 4.0 * e.parameter.numel() for e in trained),
         sent_dp=_sent_to_replicas(ctx) - before_dp,
-        sent_early=sums * sum(shares[: buckets.early]) / max(1, sum(shares)),
+        sent_early=early,
         optimizer_flops=flops,
+        leaving=buckets.leaving_bytes if often else 0,
+        sent_each=early if often else 0.0,
     )
 
 

@@ -3,7 +3,8 @@
 Overlapped communication costs time only if it takes longer than the work that it overlaps with, as
 in the engine on CUDA:
 
-- The reductions of gradients over the replicas overlap with the backward of the last micro-batch.
+- The reductions of gradients over the replicas overlap with the backward of the last micro-batch;
+  under ZeRO-2, with that of each.
   The reductions of tied parameters and of copies over tp start after it.
 - Tensor-parallel communication in the backward of a column-parallel layer overlaps with the
   products of that layer.
@@ -143,8 +144,15 @@ def step_time(
         _end_of_sums(table, spans, static.sent_early / speed.dp)
         for table, static in zip(tables, statics, strict=True)
     )
+    waited = max(
+        sum(
+            max(0.0, static.sent_each / speed.dp - seconds["B", action.stage])
+            for action in [action for action in table if action.kind == "B"][:-1]
+        )
+        for table, static in zip(tables, statics, strict=True)
+    )
     return StepTime(
-        total=end + max(map(speed.afterwards, statics)),
+        total=end + max(map(speed.afterwards, statics)) + waited,
         computing=max(span.end for span in alone.values()) + products,
     )
 

@@ -93,13 +93,19 @@ def parameter_distances(
 
 
 def gradients_of(model: Any) -> dict[str, torch.Tensor]:
-    """Return the gradients of trained parameters by global name. Missing gradients are zeros, so
-    that they are compared."""
-    return {
-        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    }
+    """Return the gradients of trained parameters by global name. Missing gradients, and elements
+    that only other replicas have, are zeros, so that they are compared."""
+    buckets, gradients = model.engine.gradients.buckets, {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            gradient = parameter.grad
+            if gradient is None:
+                gradient = torch.zeros_like(parameter, dtype=torch.float32)
+                if buckets.has(parameter):
+                    place = buckets.range_of(parameter, buckets.axis_of(parameter).rank)
+                    gradient.view(-1)[slice(*place)] = buckets.own(parameter)
+            gradients[name] = gradient
+    return gradients
 
 
 def gradient_factors(

@@ -10,6 +10,7 @@ import torch
 
 from megazoo.optim.adamw import AdamW
 from megazoo.optim.muon import Muon, linear_names
+from megazoo.parallel.layout import Layout
 from megazoo.testing.distances import parameter_distances
 
 OPTIMIZERS = ("adamw", "muon")
@@ -20,11 +21,13 @@ CLIP = 0.1  # small enough that gradients are clipped
 LOSS_SCALE = 2.0**10  # only in layouts, not in one process; a power of two is exact in fp32
 
 
-def make_optimizer(name: str, model: Any, zero: int, offload: bool = False) -> AdamW:
+def make_optimizer(name: str, model: Any, layout: Layout, offload: bool = False) -> AdamW:
     """Create the optimizer of a check, one of OPTIMIZERS. offload: only for adamw."""
+    how: dict[str, Any] = {"clip_grad": CLIP, "zero": layout.zero}
+    how["zero_gather"] = layout.zero_gather
     if name == "adamw":
-        return AdamW(model, **SETTINGS, clip_grad=CLIP, zero=zero, offload=offload)
-    return Muon(model, **OF_MATRICES, adamw=SETTINGS, clip_grad=CLIP, zero=zero)
+        return AdamW(model, **SETTINGS, **how, offload=offload)
+    return Muon(model, **OF_MATRICES, adamw=SETTINGS, **how)
 
 
 def matrix_rows_of(name: str, model: Any) -> dict[str, tuple[int, ...]]:
@@ -170,7 +173,7 @@ def skips_overflow(model: Any, optimizer: Any) -> bool:
     overflowing = ctx.rank == ctx.world_size - 1
     value = math.inf if overflowing else 0.0
     for entry in optimizer.entries:
-        if entry.parameter.grad is not None:
-            entry.parameter.grad.fill_(value)
+        if optimizer.buckets.has(entry.parameter):
+            optimizer.buckets.own(entry.parameter).fill_(value)
     optimizer.step()
     return optimizer.skipped

@@ -173,7 +173,7 @@ def _started(
     model.engine.loss_scale = LossScale(LOSS_SCALE, growth_interval=STOP + 1)
     if spoiled:
         model.engine.loss_scale.value, model.engine.loss_scale.patience = LOSS_SCALE / 4, 1
-    optimizer = make_optimizer(subject.optimizer, model, layout.zero, subject.offload)
+    optimizer = make_optimizer(subject.optimizer, model, layout, subject.offload)
     return model, optimizer, Run()
 
 

@@ -212,7 +212,7 @@ def train_in_one_process(subject: Subject, steps: int, path: Path) -> None:
         record.logits, record.labelled = _evaluated(model, micro_batches=1)
         record.rows = _losses_of_rows(model)
         record.matrices = matrix_rows_of(subject.optimizer, model)
-        optimizer = make_optimizer(subject.optimizer, model, zero=0)
+        optimizer = make_optimizer(subject.optimizer, model, Layout())
         for loss in _train(subject, model, Layout(), steps, record, micro_batches=1):
             record.losses.append(loss)
             record.auxiliary.append(_auxiliary(model))
@@ -265,7 +265,7 @@ def train_on_a_rank(
         if logits is not None and expected.logits is not None:
             whole = expected.logits
             found.logits = relative((logits - whole).norm(), whole.norm())
-        optimizer = make_optimizer(subject.optimizer, model, layout.zero)
+        optimizer = make_optimizer(subject.optimizer, model, layout)
         training = _train(subject, model, layout, steps, record, micro_batches_of(layout.dp))
         steps_of_one = zip(expected.gradients, expected.weights, strict=True)
         for loss, (theirs, stepped) in zip(training, steps_of_one, strict=True):

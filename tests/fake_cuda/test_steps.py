@@ -34,6 +34,7 @@ TRAINING = {
     "padding": {"layout": CUBE, "padding": True},
     "documents": {"layout": CUBE, "documents": True},
     "ZeRO-1": {"layout": CUBE, "optimizer": {"zero": 1}},
+    "ZeRO-2": {"layout": CUBE, "optimizer": {"zero": 2}},
     "ZeRO-1, fp32": {"layout": CUBE, "optimizer": {"zero": 1}, "dtype": torch.float32},
     "offload": {"layout": CUBE, "optimizer": {"zero": 1, "offload": True}},
     "no clipping": {"layout": CUBE, "optimizer": {"clip_grad": 0.0}},

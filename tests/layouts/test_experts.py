@@ -42,7 +42,7 @@ MIXTRAL = MixtralConfig(
 LAYOUTS = [
     "tp2", "tp2+sp", "pp2", "cp2", "dp2+zero", "ep2", "ep4", "tp2ep2", "tp2ep2+sp", "pp2ep2",
     "pp2ep2+zb-h1", "cp2ep2", "cp2ep2+ulysses", "ep2+zero", "dp4ep2+zero", "cp2dp2ep4",
-    "tp2cp2ep2+sp", "pp2v2ep2+zb-v", "pp2v2ep2",
+    "ep2+zero2", "dp4ep2+zero2", "tp2cp2ep2+sp", "pp2v2ep2+zb-v", "pp2v2ep2",
 ]  # fmt: skip
 KINDS = ("plain", "packed", "padded", "odd")
 
@@ -82,7 +82,7 @@ def test_it_trains_as_in_one_process(ranks, one_process, number):
 BALANCES = [
     ("batch", "tp2ep2+sp+gpipe", 4), ("batch", "pp2ep2+gpipe", 4), ("batch", "cp2ep2+gpipe", 2),
     ("batch", "pp2+zb-h1", 1), ("bias", "tp2ep2+sp", 4), ("bias", "pp2ep2+zb-h1", 4),
-    ("bias", "dp4ep2+zero", 4), ("none", "ep2", 4),
+    ("bias", "dp4ep2+zero2", 4), ("none", "ep2", 4),
 ]  # fmt: skip
 
 

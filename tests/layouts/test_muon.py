@@ -123,7 +123,7 @@ def part_of(parts, name, box):
 FAST = [  # each way to cut a matrix, to share the work and to train; copies of KV heads at tp 4
     ("llama", "tp4", "plain"),
     ("mpt", "tp2+sp", "recomputed"),
-    ("llama, one KV head", "tp2dp2+sp+zero", "without nesterov"),
+    ("llama, one KV head", "tp2dp2+sp+zero2", "without nesterov"),
     ("gpt2", "cp2+ulysses", "adapters"),
     ("untied", "cp2+zero", "frozen"),
     ("gpt2", "pp2+zb-h1", "plain"),

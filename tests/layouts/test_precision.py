@@ -156,7 +156,7 @@ def overflow_on_one_rank(config, rank, name, zero, layout):
             ("tp2pp2", 3, "norm.weight", 0),  # a copy, which does not count in the norm
             ("tp2pp2", 2, "embedding.weight", 0),  # the tied head
             ("dp2", 1, "layers.0.mlp.up.weight", 1),
-            ("cp2pp2", 3, "norm.weight", 1),
+            ("cp2pp2", 3, "norm.weight", 2),
             ("cp2", 1, "layers.0.mlp.up.weight", 0),
             ("cp2dp2", 2, "layers.0.mlp.up.weight", 1),
             ("dp2", 1, "layers.0.mlp.up.weight", 0),

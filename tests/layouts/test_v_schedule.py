@@ -172,7 +172,7 @@ def run_steps(model, optimizer, schedule, steps):
 
 
 WAYS = {
-    "zero": (dict(dp=2, **V), dict(zero=1), 0),
+    "zero": (dict(dp=2, **V), dict(zero=2), 0),
     "recompute": (V, dict(recompute="full"), 0),
     "frozen": (V, dict(train_only="layers.[34]"), 2),
     "head": (V, dict(train_only="head"), 0),  # the first rank has the embedding and the head

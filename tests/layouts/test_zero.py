@@ -1,4 +1,4 @@
-"""ZeRO-1 and the offloaded optimizer: the same parameters and checkpoints, half of the state."""
+"""ZeRO and the offloaded optimizer: the same parameters and checkpoints, a share of the state."""
 
 import itertools
 from dataclasses import replace
@@ -36,7 +36,7 @@ def parts(model):
     return {entry.name: entry.parameter.detach().clone() for entry in model.entries()}
 
 
-def trained(config, layout, dtype=torch.float32, steps=5, small_buckets=True, **settings):
+def trained(config, layout, dtype=torch.float32, steps=5, small_buckets=True, count=2, **settings):
     """Train some steps; returns parameters, gradient norms and elements of state on this rank."""
     ctx = context(**layout)
     model = randomize(megazoo.from_config(config, ctx, dtype=dtype, seed=3))
@@ -51,16 +51,16 @@ def trained(config, layout, dtype=torch.float32, steps=5, small_buckets=True, **
     optimizer, norms = AdamW(model, lr=1e-2, **settings), []
     for step in range(steps):
         ids, targets = (replica_rows(tensor, ctx) for tensor in make_batch(step))
-        model.train_batch(ids, targets=targets, num_microbatches=2, step=step)
+        model.train_batch(ids, targets=targets, num_microbatches=count, step=step)
         norms.append(optimizer.step().item())
     state = sum(tensor.numel() for states in optimizer.state.values() for tensor in states.values())
     return parts(model), norms, state
 
 
-def trained_both_ways(config, clip, layout):
-    """Without ZeRO, and with it."""
-    how = {"steps": 2, "clip_grad": clip, "eps": 1e-4}
-    return [trained(config, layout, zero=zero, **how) for zero in (0, 1)]
+def trained_both_ways(config, clip, layout, stages, count):
+    """With the stages of ZeRO."""
+    how = {"steps": 2, "clip_grad": clip, "eps": 1e-4, "count": count}
+    return [trained(config, layout, zero=zero, **how) for zero in stages]
 
 
 FAST = [("gpt2", "dp2", 0.0), ("llama", "tp2dp2+sp", 0.0), ("llama, one KV head", "dp4", 0.2),
@@ -75,21 +75,54 @@ FAST = [("gpt2", "dp2", 0.0), ("llama", "tp2dp2+sp", 0.0), ("llama, one KV head"
         name=lambda case: "-".join(map(str, case)),
     ),
 )
-def test_zero_1_gives_the_parameters_of_zero_0(ranks, model, layout, clip):
-    """Bit for bit at dp 2 where nothing is clipped; the norm's sum has another order."""
+def test_every_stage_gives_the_parameters_of_zero_0(ranks, model, layout, clip):
+    """Bit for bit with two replicas where nothing is clipped, because the norm's sum has another
+    order; under ZeRO-2 with one micro-batch, because the sum of several has another order."""
     place = Layout.named(layout)
-    for (expected, norms, whole), (ours, our_norms, share) in in_layout(
-        ranks, trained_both_ways, layout, CONFIGS[model], clip
-    ):
-        assert our_norms == pytest.approx(norms, rel=1e-5)
-        assert all(norm > 0.2 for norm in norms)
-        for name, parameter in ours.items():
-            if clip or place.dp * place.cp > 2:
-                torch.testing.assert_close(parameter, expected[name], atol=1e-6, rtol=1e-6)
-            else:
-                assert torch.equal(parameter, expected[name]), name
-        # these buckets are small, and cut at whole vectors
-        assert abs(share - whole / (place.dp * place.cp)) < 0.1 * whole
+    for stages, count in [((0, 1, 2), 2), ((0, 2), 1)]:
+        for (expected, norms, whole), *others in in_layout(
+            ranks, trained_both_ways, layout, CONFIGS[model], clip, stages=stages, count=count
+        ):
+            assert all(norm > 0.2 for norm in norms)
+            for zero, (ours, our_norms, share) in zip(stages[1:], others, strict=True):
+                assert our_norms == pytest.approx(norms, rel=1e-5)
+                for name, parameter in ours.items():
+                    if clip or place.dp * place.cp > 2 or zero == count == 2:
+                        torch.testing.assert_close(parameter, expected[name], atol=1e-6, rtol=1e-6)
+                    else:
+                        assert torch.equal(parameter, expected[name]), name
+                # these buckets are small, and cut at whole vectors
+                assert abs(share - whole / (place.dp * place.cp)) < 0.1 * whole
+
+
+def gradients_after(layout, gather, count):
+    """The elements of gradients that this rank has during the batch at most, and after it."""
+    ctx = context(**layout)
+    model = randomize(megazoo.from_config(tiny_config(layers=6, vocab_size=8), ctx, seed=3))
+    parameters = [entry.parameter for entry in model.entries()]
+    buckets = model.engine.gradients.made = GradientBuckets(parameters, ctx, 3000)
+    AdamW(model, zero=2, zero_gather=gather)
+    most = []
+
+    def whole(*_):
+        of_buckets = sum(len(bucket) for _, bucket, _ in buckets.leaving)
+        return of_buckets + sum(p.grad.numel() for p in parameters if p.grad is not None)
+
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(lambda _: most.append(whole()))
+    ids, targets = (replica_rows(tensor, ctx) % 8 for tensor in make_batch(0))
+    model.train_batch(ids, targets=targets, num_microbatches=count)
+    shards = sum(map(len, buckets.shards.values()))
+    return max(most), whole(), shards, sum(buckets.sizes)
+
+
+@pytest.mark.parametrize(("gather", "count"), [("microbatch", 2), ("step", 2), ("step", 1)])
+def test_zero_2_keeps_only_shards_of_gradients(ranks, gather, count):
+    for most, after, shards, size in ranks(gradients_after, 2, dict(dp=2), gather, count):
+        assert (after, shards) == (0, size // 2)
+        # Those of the first backward stay until the second one, if they are reduced once per step.
+        assert (most > 0.9 * size) == (gather == "step" and count == 2), most / size
+        assert most > 0.9 * size or most < 0.5 * size, most / size
 
 
 def test_each_replica_has_its_share_of_the_state(ranks):
@@ -126,7 +159,7 @@ def run_of(config, layout, steps, path=None, start=None, dtype=torch.float32, **
     "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str
 )
 def test_checkpoints_know_nothing_of_zero(ranks, tmp_path, dtype):
-    """What tp 2 and dp 2 save under ZeRO-1 is to the bit what they save without, and goes on in any
+    """What tp 2 and dp 2 save under ZeRO-1 is to the bit what they save without, and resumes in any
     layout."""
     config, layout = CONFIGS["llama, one KV head"], "tp2dp2"
     how = {"clip_grad": 0, "dtype": dtype}
@@ -140,7 +173,7 @@ def test_checkpoints_know_nothing_of_zero(ranks, tmp_path, dtype):
             assert (ours.path / file).read_bytes() == (theirs.path / file).read_bytes(), file
     straight = in_layout(ranks, run_of, layout, config, steps=4, zero=1, **how)[0][4:]
     for later, settings in [
-        ("dp4", {"zero": 1}),
+        ("dp4", {"zero": 2}),
         ("tp2pp2", {}),
         ("tp1", {"offload": True}),
         (layout, {"zero": 1}),
@@ -172,8 +205,10 @@ def test_an_offloaded_optimizer_gives_the_same_parameters(ranks, layout, dtype):
 
 
 def test_an_unknown_zero_is_refused():
-    with pytest.raises(megazoo.UserError, match="zero must be 0 or 1, got 2"):
-        AdamW(megazoo.from_config(tiny_config()), zero=2)
+    with pytest.raises(megazoo.UserError, match="zero must be 0, 1 or 2, got 4"):
+        AdamW(megazoo.from_config(tiny_config()), zero=4)
+    with pytest.raises(megazoo.UserError, match="zero-gather step needs zero 2: use both, or nei"):
+        Layout(dp=2, zero=1, zero_gather="step")
 
 
 def test_ranges_cover_every_parameter_once_and_begin_aligned():

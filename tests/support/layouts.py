@@ -46,11 +46,12 @@ LAYOUTS = [
     "dp2", "dp4+zero", "tp2pp2", "tp2pp2+sp", "tp2dp2", "tp2dp2+sp+zero", "pp2dp2", "pp2dp2+zero",
     "tp2pp2dp2", "tp2pp2dp2+sp",
     "cp2", "cp3", "cp4", "tp2cp2", "tp2cp2+sp", "cp2pp2", "cp2pp2v2", "cp2pp2+zb-h1", "cp2dp2",
-    "cp2+zero", "cp2dp2+zero",
+    "cp2+zero", "cp2dp2+zero", "dp2+zero2", "pp2dp2+zero2", "tp2cp2+sp+zero2",
     "cp2+ulysses", "cp3+ulysses", "cp4+ulysses", "tp2cp2+ulysses", "tp2cp2+sp+ulysses",
     "cp2pp2+ulysses", "cp2pp2v2+ulysses", "cp2pp2+ulysses+zb-h1", "cp2dp2+ulysses",
     "cp2+ulysses+zero",
     "pp2v2+zb-v", "tp2pp2v2+sp+v-half", "pp2dp2v2+zero+v-min", "cp2pp2v2+dualpipe-v",
+    "pp2dp2v2+zero2+v-min",
 ]  # fmt: skip
 
 # Five layers, so that stages are uneven; vocabularies that neither 2 nor 4 divides.

@@ -89,7 +89,7 @@ def test_flags_of_frameworks_without_an_equivalent_are_explained():
     for flag, hint in {
         "--ranks": "write --dp (replicas; the number of ranks is tp x pp x cp x dp), or --gpus",
         "--batch-size": "write --micro-batch-size (per forward pass) or --global-batch-size",
-        "--fsdp": "write --zero 1 (it shards the optimizer state; sharded parameters are not ",
+        "--fsdp": "write --zero 2 (it shards gradients and the optimizer state, but not ",
     }.items():
         with pytest.raises(UserError) as error:
             parse_flags(Options, [flag, "4"], "")

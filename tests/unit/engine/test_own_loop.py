@@ -225,6 +225,7 @@ CLIPPED = [
         [0],
     ),
     (ONE_HEAD, False, dict(tp=2, dp=2), 1),
+    (ONE_HEAD, False, dict(dp=2, pp=2), 2),
     (ONE_HEAD, False, dict(tp=4), 0),
 ]
 

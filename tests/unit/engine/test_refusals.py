@@ -105,7 +105,7 @@ OPTIMIZERS = {
     "weight_decay nan must be 0 or more": dict(weight_decay=math.nan),
     "clip_grad nan must be 0 or more": dict(clip_grad=math.nan),
     "clip_grad must be a number, not None": dict(clip_grad=None),
-    "zero must be 0 or 1, got 2": dict(zero=2),
+    "zero must be 0, 1 or 2, got 4": dict(zero=4),
 }
 
 
