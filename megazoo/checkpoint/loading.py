@@ -15,6 +15,7 @@ from megazoo.optim.adamw import AdamW
 from megazoo.optim.base import AVERAGE, MASTER
 from megazoo.parallel.failure import propagate_errors
 from megazoo.parallel.module import NamedParameter
+from megazoo.parallel.storage import in_memory
 from megazoo.terminal import byte_bar
 
 
@@ -63,7 +64,9 @@ def load(checkpoint: Checkpoint, model: Any, optimizer: AdamW | None = None) -> 
         size = sum(entry.parameter.nbytes for entry, _ in weights)
         size += sum(tensor.nbytes for _, _, tensor, _ in states)
         with verifying(checkpoint, files, ctx), byte_bar(size, "load") as bar:
-            for entry, (name, spec) in weights:
+            named = {entry.name: tensor for entry, tensor in weights}
+            for entry in in_memory(model, (entry for entry, _ in weights), write=True):
+                name, spec = named[entry.name]
                 checkpoint.read_into(name, entry.parameter, spec, ctx)
                 bar.update(entry.parameter.nbytes)
             for name, entry, tensor, elements in states:

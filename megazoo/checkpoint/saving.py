@@ -265,7 +265,7 @@ def _contents_of_step(
         ctx=model.ctx,
         family=model.family,
         config=model.config,
-        files=files_of_rank(model, lambda entry: entry.parameter, states_of),
+        files=files_of_rank(model, states_of),
         trainer={**trainer, "step": step},
         sidecar_files=model.sidecar_files,
         attached=model.attached.entries_for_manifest(model) if model.attached else {},

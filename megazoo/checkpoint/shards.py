@@ -28,6 +28,7 @@ from megazoo.parallel.axes import Axis
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.module import NamedParameter
 from megazoo.parallel.shard import ParameterSpec
+from megazoo.parallel.storage import storage_of
 from megazoo.sidecars import TEMPLATE_FILE, TEMPLATE_FOLDER
 
 # A rank's tensors, by file and by global name.
@@ -49,28 +50,38 @@ def saved_entries(model: Any) -> list[NamedParameter]:
 
 def files_of_rank(
     model: Any,
-    weight_of: Callable[[NamedParameter], torch.Tensor | LazyTensor],
     states_of: StatesOf | None,
+    weight_of: Callable[[NamedParameter], LazyTensor] | None = None,
 ) -> Files:
     """Return a rank's files and their tensors. A file's name has {tp} in place of the tp rank, and
     {ep} in place of the rank along a folded axis that shards its tensors.
 
     Each parameter is written once, by its first replica. If it is replicated over tp, tp rank 0
     writes it; if it is tied, the first of its stages. The replicas share the writing of the
-    optimizer's states.
+    optimizer's states, and of parameters that rest as ranges. weight_of: returns the values of a
+    parameter without memory.
     """
-    ctx, files = model.ctx, {}
+    ctx, files, storage = model.ctx, {}, storage_of(model)
+    stored = storage.place if storage else {}
     owned = [entry for entry in saved_entries(model) if entry.pp_ranks[0] == ctx.pp_rank]
     for axis, replicas in _axes_of_replicas(owned, ctx).items():
         alike = [entry for entry in owned if entry.spec.replicas(ctx) is replicas]
         entries = [entry for entry in alike if entry.spec.shard or ctx.tp_rank == 0]
         place = f"tp_{{tp}}{axis and f'_{axis}_{{{axis}}}'}_pp_{ctx.pp_rank}"
-        if replicas.rank == 0:
-            weights = {entry.name: (entry.spec, weight_of(entry)) for entry in entries}
-            files[f"model_{place}.safetensors"] = weights
+        # computed from all parameters of the stage, so that tp ranks agree
+        writer_of, weights = _writers(alike, replicas.size), {}
+        for entry in entries:
+            parameter = entry.parameter
+            writer = writer_of[entry.name] if parameter in stored else 0
+            if storage and parameter in stored:
+                parameter = storage.whole(parameter, writer)
+            if writer == replicas.rank:
+                tensor = weight_of(entry) if weight_of else parameter
+                weights[entry.name] = (entry.spec, tensor)
+        if replicas.rank == 0 or stored:
+            of_replica = f"_dp_{replicas.rank}" if stored else ""
+            files[f"model_{place}{of_replica}.safetensors"] = weights
         if states_of:
-            # computed from all parameters of the stage, so that tp ranks agree
-            writer_of = _writers(alike, replicas.size)
             states = {}
             for entry in entries:
                 tensors = states_of(entry, writer_of[entry.name])

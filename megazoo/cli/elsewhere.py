@@ -13,7 +13,7 @@ OTHER = {
     "training.local-batch-size": "--micro-batch-size and --global-batch-size",
     "report-to": " or ".join(flag_of(name) for name, each in OUTPUTS.items() if each.package),
     "ranks": "--dp (replicas; the number of ranks is tp x pp x cp x dp), or --gpus to search",
-    "fsdp": "--zero 2 (it shards gradients and the optimizer state, but not parameters)",
+    "fsdp": "--zero 3 (it shards parameters, gradients and the optimizer state)",
 }
 
 

@@ -4,6 +4,7 @@ import os
 import stat
 import tomllib
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from megazoo.cli.elsewhere import about_unknown
@@ -55,6 +56,7 @@ class CommandLine:
             words, description: see `parse_flags`.
             kind: `Options` or a subclass. The file of --import may register further settings.
         """
+        words = _with_alias(words)
         name = _value_of("--config", words)
         file, is_pipe = _toml_in(name) if name else ({}, False)
         imported = _value_of("--import", words) or file.get("import")
@@ -123,6 +125,16 @@ class CommandLine:
             if given or below.get(other):  # settings of lower precedence are ignored
                 below.pop(other if given == [usual] else usual, None)
         return below
+
+
+def _with_alias(words: list[str]) -> list[str]:
+    """Return a command line with --zero 3 in place of --fsdp."""
+    pairs = zip(words, [*words[1:], "--"], strict=False)
+    parts = (
+        ["--zero", "3"] if word == "--fsdp" and following.startswith("--") else [word]
+        for word, following in pairs
+    )
+    return list(chain.from_iterable(parts))
 
 
 def each_once(arguments: list[str]) -> list[str]:

@@ -14,6 +14,18 @@ from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.deferred import AT_ONCE, WeightQueue
 from megazoo.parallel.module import NamedParameter, ShardedModule, sum_over_copies
 from megazoo.parallel.p2p import sum_between_stages
+from megazoo.parallel.storage import storage_of
+
+
+def summed_last(model: Any) -> set[torch.nn.Parameter]:
+    """Return this rank's parameters whose gradients are incomplete after the last backward."""
+    return {
+        entry.parameter
+        for entry in model.entries()
+        if len(entry.pp_ranks) > 1
+        or entry.name in model.used_again
+        or entry.spec.has_partial_gradient(model.ctx)
+    }
 
 
 class GradientSums:
@@ -58,19 +70,21 @@ class GradientSums:
         were built."""
         entries = self.model.trained_entries()
         if self.made is None or not self.made.are_of(entry.parameter for entry in entries):
-            summed = {
-                entry.parameter
-                for entry in entries
-                if len(entry.pp_ranks) > 1
-                or entry.name in self.model.used_again
-                or entry.spec.has_partial_gradient(self.ctx)
-            }
+            summed = summed_last(self.model)
             plain = {entry.parameter for entry in entries if entry.spec.plain}
             unsummed = plain & summed
             late = summed | plain if self.ctx.tp_size > 1 else summed  # plain ones are compared
             parameters = [entry.parameter for entry in entries]
             axes = {entry.parameter: entry.spec.replicas(self.ctx) for entry in entries}
-            buckets = GradientBuckets(parameters, self.ctx, late=late, unsummed=unsummed, axes=axes)
+            storage = storage_of(self.model)
+            buckets = GradientBuckets(
+                parameters,
+                self.ctx,
+                late=late,
+                unsummed=unsummed,
+                axes=axes,
+                flats=storage.every_flat() if storage else (),
+            )
             if self.made:
                 self.made.give_way_to(buckets)
             self.made = buckets

@@ -14,6 +14,7 @@ from megazoo.engine.transport import RankTransport
 from megazoo.parallel.collectives import all_reduce, broadcast_from_stage
 from megazoo.parallel.deferred import WeightQueue
 from megazoo.parallel.schedule import FORWARD_ONLY, Exchange, Schedule, backward_follows, program
+from megazoo.parallel.storage import storage_of
 from megazoo.parallel.timing import spent
 
 
@@ -112,6 +113,8 @@ def run_pipeline(
                 model.engine.gradients.buckets.end_backward()
     transport.wait_for_sends()
     result = _result(run, labelled, axis.group)
+    if (storage := storage_of(model)) and not keep_graph:
+        storage.release()
     if not keep_graph:
         report(model, run.auxiliary)
     elif run.losses:

@@ -17,6 +17,7 @@ from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.deferred import WeightQueue
 from megazoo.parallel.schedule import Action
 from megazoo.parallel.stages import Stage
+from megazoo.parallel.storage import storage_of
 from megazoo.torch_internals import run_backward
 
 
@@ -156,7 +157,11 @@ class StageRun:
             received.requires_grad_(train and stage.index > self.first_trained_stage)
         with torch.set_grad_enabled(train), collecting(self.auxiliary):
             output = run_stage(
-                self.model, stage, batch, received, lambda output: self._finish(output, batch)
+                self.model,
+                stage,
+                batch,
+                received,
+                lambda output: self._finished(output, batch),
             )
         if not stage.last:
             self._check_activations(output, stage, batch)
@@ -176,12 +181,19 @@ class StageRun:
                 f"{list(output.shape)}: it must return {self.model.dtype} {list(shape)}"
             )
 
+    def _finished(self, x: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        """Return the result of `_finish`, before whose backward the head's parameters are
+        gathered."""
+        storage = storage_of(self.model)
+        return storage.run(self._finish, x, batch) if storage else self._finish(x, batch)
+
     def _finish(self, x: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         """Return the micro-batch's part of the mean loss, 0-dimensional fp32, or x without a loss.
         x: the output of the last stage."""
         head, outputs = self.head or self.model.output_head, None
         if self.collect:
-            outputs = head.outputs(x, batch)
+            storage = storage_of(self.model)
+            outputs = storage.run(head.outputs, x, batch) if storage else head.outputs(x, batch)
             self.collected.append(self.collect(outputs, batch))
         if not head.has_loss(batch):
             return x

@@ -22,6 +22,7 @@ from megazoo.parallel.axes import Axis
 from megazoo.parallel.collectives import all_reduce, broadcast_from_stage
 from megazoo.parallel.failure import on_all_ranks
 from megazoo.parallel.shares import share_of
+from megazoo.parallel.storage import storage_of
 from megazoo.tokenizer.base import first_token
 
 
@@ -151,11 +152,13 @@ def _of_every_row(
             model.engine.micro_batches(batch, 1)
     mine = share_of(range(rows), sharing.size, sharing.rank)
     values = torch.zeros(rows, columns, dtype=torch.float64, device=ctx.device)
-    # with folded axes, layers of all replicas communicate: those without rows run the first one
-    part = slice(mine.start, mine.stop) if mine or not ctx.folded else slice(0, 1)
+    # with folded axes and ZeRO-3, layers of all replicas communicate: those without rows run the
+    # first one
+    together = bool(ctx.folded or storage_of(model))
+    part = slice(mine.start, mine.stop) if mine or not together else slice(0, 1)
     if part.start < part.stop:
         # the largest number of micro-batches up to pp_size that divides the rows
-        most = 1 if ctx.folded else min(len(mine), ctx.pp_size)
+        most = 1 if together else min(len(mine), ctx.pp_size)
         count = max(n for n in range(1, most + 1) if len(mine) % n == 0)
         with without_dropout(model):
             targets = None if batch.targets is None else batch.targets[part]

@@ -50,7 +50,7 @@ def write_shards(
             return states
 
         model = source.on_meta(ctx)
-        files = files_of_rank(model, weight_of, states_of if source.has_states else None)
+        files = files_of_rank(model, states_of if source.has_states else None, weight_of)
         return write_rank(staging, files, ctx)
 
     with new_directory(directory, overwrite, source.path) as staging:

@@ -229,6 +229,8 @@ def round_to_int8(model: nn.Module) -> None:
         for layer in model.modules()
         if isinstance(layer, _ParallelLinear) and not isinstance(layer.product, Int8Product)
     ]
+    if any(layer.storage is not None for layer in layers):
+        raise UserError("weights can't be rounded with zero 3: load the model with another zero")
     if any(layer.product is not PLAIN for layer in layers):
         raise UserError(
             "weights with a custom product can't be rounded: set layer.product to "

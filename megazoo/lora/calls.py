@@ -28,6 +28,7 @@ from megazoo.models.outputs import CLASSIFIER_HEAD
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.failure import propagate_errors
 from megazoo.parallel.module import NamedParameter, ShardedModule
+from megazoo.parallel.storage import in_memory, storage_of
 
 
 def add(
@@ -138,7 +139,7 @@ def save(
         return output_directory(directory, lambda: _check_place(directory))
 
     def files() -> Files:
-        return files_of_rank(_Saved(model), lambda entry: entry.parameter, None)
+        return files_of_rank(_Saved(model), None)
 
     def complete(staging: Path, written: list[dict]) -> None:
         write_manifest(staging, LORA, settings, ctx, written, {}, {}, attached={})
@@ -196,7 +197,7 @@ def load_from(model: nn.Module, source: AdapterSource) -> None:
         entries = [entry for entry in _entries(model) if entry.name in source.specs]
         files = source.files_of([(entry.name, entry.spec) for entry in entries], ctx)
         with verifying(source, files, ctx):
-            for entry in entries:
+            for entry in in_memory(model, entries, write=True):
                 source.read_into(entry.name, entry.parameter, entry.spec, ctx)
                 entry.parameter.requires_grad_(True)
         source.close()
@@ -249,6 +250,11 @@ def merge(model: nn.Module) -> nn.Module:
     _refuse_off(model, "megazoo.lora.merge")
     if not has_adapters(model):
         raise UserError("the model has no adapters to merge: add some with megazoo.lora.add")
+    if storage_of(model):
+        raise UserError(
+            "megazoo.lora.merge is not supported with zero 3: save the adapters, and merge them "
+            "with `megazoo convert BASE OUT --to hf --adapter DIRECTORY`"
+        )
     for _, layer in linear_layers(model):
         if layer.lora is not None:
             layer.lora.merge_into(layer.weight)

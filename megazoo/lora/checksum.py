@@ -19,6 +19,7 @@ from megazoo.parallel.collectives import all_reduce_over
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.module import NamedParameter
 from megazoo.parallel.shard import Box, ParameterSpec, Piece, in_parts
+from megazoo.parallel.storage import in_memory
 
 BITS = {2: torch.int16, 4: torch.int32}  # the integer type of an element's bits, by its bytes
 AT_ONCE = 1 << 18  # elements per chunk: their products stay in the cache of a core
@@ -48,7 +49,12 @@ def checksum_of(entries: Iterable[NamedParameter], model: Any, dtype: torch.dtyp
     values = (dtype, *((e.name, id(e.parameter), _version_of(e.parameter)) for e in entries))
     if model not in _known or _known[model].of != values:
         counted = [e for e in entries if not model.ctx.folded or e.is_first_replica(model.ctx)]
-        total = sum(_sum_of_entry(entry, model.ctx, dtype) for entry in counted)
+        counted_names = {entry.name for entry in counted}
+        total = sum(
+            _sum_of_entry(entry, model.ctx, dtype)
+            for entry in in_memory(model, entries)
+            if entry.name in counted_names
+        )
         _known[model] = _Sums(values, _signed(total))
     total = torch.tensor(_known[model].total)  # on the CPU
     shared_out = [model.ctx.token_axis] if model.ctx.folded else []

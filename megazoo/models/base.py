@@ -3,6 +3,7 @@
 Each family implements the forward of a stage, which run_stage calls (engine/stage.py)."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -40,6 +41,7 @@ from megazoo.parallel.module import NamedParameter, ShardedModule
 from megazoo.parallel.recompute import MODES, recomputed
 from megazoo.parallel.shard import ParameterSpec
 from megazoo.parallel.stages import Stage, cut_into_stages
+from megazoo.parallel.storage import storage_of
 
 if TYPE_CHECKING:
     from megazoo.checkpoint.source import TensorSource
@@ -202,6 +204,11 @@ class Model(BatchCalls, Freezing, Saving, nn.Module):
         """Build this rank's stages on the meta device, without memory. ctx may be virtual."""
         return make_on_meta(cls, config, ctx, seed)
 
+    def __reduce_ex__(self, protocol):
+        if storage_of(self):
+            raise UserError("a model with zero 3 can't be copied: save it, and load the checkpoint")
+        return super().__reduce_ex__(protocol)
+
     @property
     def engine(self) -> TrainingEngine:
         """The training engine of this model. A deep copy has a separate one; a shallow copy, which
@@ -212,6 +219,10 @@ class Model(BatchCalls, Freezing, Saving, nn.Module):
 
     def _apply(self, fn, recurse: bool = True) -> "Model":
         """Convert the model, as half() and to() do. Gradients stay fp32."""
+        if storage_of(self):
+            raise UserError(
+                "a model with zero 3 can't be converted: pass its dtype when you build it"
+            )
         super()._apply(fn, recurse)
         for parameter in self.parameters():
             accumulate_in_fp32(parameter)
@@ -357,6 +368,8 @@ class Model(BatchCalls, Freezing, Saving, nn.Module):
         Raises:
             UserError: if the machine lacks the compiler: C++ for CPUs, Triton for GPUs.
         """
+        if storage_of(self):
+            raise UserError("compile is not supported with zero 3: use zero 2, or do not compile")
         prepare_to_compile(self.ctx.device)
         for layer in self.layers.values():
             layer.compile(**options)
@@ -527,6 +540,8 @@ class Model(BatchCalls, Freezing, Saving, nn.Module):
         if isinstance(input_ids, torch.Tensor) and input_ids.dim() == 2:
             longest = self.longest_sequence(self.config)
             asked = asked.limited(given, input_ids.shape[1], longest)
-        return generate(
-            self, input_ids, attention_mask, asked, use_cache=use_cache, streamer=streamer
-        )
+        storage = storage_of(self)
+        with storage.all_in_memory() if storage else nullcontext():
+            return generate(
+                self, input_ids, attention_mask, asked, use_cache=use_cache, streamer=streamer
+            )

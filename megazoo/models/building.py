@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megazoo.engine.gradients import summed_last
 from megazoo.errors import UserError, advise
 from megazoo.layers.context_parallel import check_layers
 from megazoo.layers.layer import declared
@@ -17,13 +18,14 @@ from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.module import ShardedModule, initialize, without_memory
 from megazoo.parallel.random import all_seeded, derive_seed
 from megazoo.parallel.staging import Upload
+from megazoo.parallel.storage import KEPT, ShardedParameters, in_memory
 
 
 def fill(model: Any, seed: int) -> Any:
     """Draw the initial values of a model's parameters, except those of plain modules; return the
     model."""
     upload = Upload()
-    for entry in model.entries():
+    for entry in in_memory(model, model.entries(), write=True):
         if not entry.spec.plain:
             seed_of_entry = derive_seed(seed, entry.name)
             initialize(entry.parameter, entry.spec, model.ctx, seed_of_entry, upload)
@@ -49,11 +51,47 @@ def make_empty(
                 spec = module.specs.get(name) if isinstance(module, ShardedModule) else None
                 own = torch.float32 if spec and spec.is_state else dtype
                 empty = torch.empty(parameter.shape, dtype=own, device=ctx.device)
+                rests = spec and not spec.is_state and spec.replicas(ctx).size > 1
+                if ctx.layout.zero == 3 and rests:
+                    empty.untyped_storage().resize_(0)  # it gets the memory of its unit
                 setattr(module, name, nn.Parameter(empty, trained))
     for parameter in model.parameters():
         accumulate_in_fp32(parameter)
+    if ctx.layout.zero == 3:
+        shard_parameters(model)
     model.engine.parameters_changed()
     return model
+
+
+def shard_parameters(model: Any) -> None:
+    """Let the parameters of a model rest as ranges over the replicas: see ShardedParameters."""
+    kept = KEPT if model.ctx.layout.zero_gather == "microbatch" else None
+    storage = ShardedParameters(
+        list(model.entries()), model.ctx, _unit_of, summed_last(model), kept
+    )
+    model._storage = storage
+    for module in model.modules():
+        if isinstance(module, ShardedModule):
+            module.storage = storage
+    tops = (child for name, child in model.named_children() if name != "layers")
+    for module in (*model.layers.values(), *tops):
+        storage.watch(module)
+    model.register_state_dict_pre_hook(_refuse_state)
+    model.register_load_state_dict_pre_hook(_refuse_state)
+
+
+def _unit_of(name: str) -> str:
+    """Return the unit that a parameter is gathered with: its layer, or its module outside of the
+    layers."""
+    first, second, *_ = name.split(".")
+    return f"{first}.{second}" if first == "layers" else first
+
+
+def _refuse_state(*_) -> None:
+    raise UserError(
+        "a state_dict is not supported with zero 3, because each rank has only its ranges: use "
+        "model.save_parallelized(DIRECTORY) and megazoo.from_pretrained, or megazoo.checkpoint"
+    )
 
 
 def make_on_meta(family: type, config: Any, ctx: ParallelContext, seed: int = 0) -> Any:

@@ -41,6 +41,7 @@ from megazoo.parallel.dtypes import dtype_named
 from megazoo.parallel.failure import propagate_errors
 from megazoo.parallel.module import NamedParameter, initialize
 from megazoo.parallel.random import derive_seed
+from megazoo.parallel.storage import in_memory
 from megazoo.terminal import byte_bar
 
 if TYPE_CHECKING:
@@ -258,7 +259,7 @@ def load_weights(source: ModelSource, model: Any) -> None:
         files = source.files_of([(entry.name, entry.spec) for entry in entries], model.ctx)
         size = sum(entry.parameter.nbytes for entry in entries)
         with verifying(source, files, model.ctx), byte_bar(size, "load") as bar:
-            for entry in entries:
+            for entry in in_memory(model, entries, write=True):
                 source.read_into(entry.name, entry.parameter, entry.spec, model.ctx)
                 bar.update(entry.parameter.nbytes)
             model.sidecar_files = source.sidecar_files if model.ctx.rank == 0 else {}
@@ -277,7 +278,8 @@ def _entries_to_read(source: ModelSource, model) -> list[NamedParameter]:
     if getattr(model.config, "num_labels", 0) and not source.config.num_labels:
         new = next((entry for entry in entries if entry.name == CLASSIFIER_HEAD), None)
         if new:
-            initialize(new.parameter, new.spec, model.ctx, derive_seed(model.seed, new.name))
+            for each in in_memory(model, [new], write=True):
+                initialize(each.parameter, each.spec, model.ctx, derive_seed(model.seed, each.name))
             entries.remove(new)
     specs = source.specs
     other = [
@@ -337,7 +339,7 @@ def save_parallelized(
                 (staging / name).unlink()
 
     def files() -> Files:
-        return files_of_rank(model, lambda entry: entry.parameter, None)
+        return files_of_rank(model, None)
 
     write_together(directory, ctx, begin=begin, files=files, complete=complete)
 

@@ -25,6 +25,7 @@ from megazoo.parallel.buckets import GradientBuckets
 from megazoo.parallel.collectives import all_reduce_over, gather_ranges
 from megazoo.parallel.failure import on_all_ranks, propagate_errors
 from megazoo.parallel.module import NamedParameter
+from megazoo.parallel.storage import storage_of
 from megazoo.torch_internals import copy_each, fused_adamw, norm_of_each
 
 
@@ -49,13 +50,15 @@ class AdamW(ModelOptimizer):
         weight_decay: for parameters that decay (`ParameterSpec.decays`): by default those with two
             or more dimensions, so not biases and norms.
         clip_grad: largest global gradient norm; 0: no clipping.
-        zero: 1: shard the optimizer state and the update over the replicas (ZeRO-1): each has 1 /
-            (dp x cp) of every bucket of parameters. After `train_batch`, .grad then holds the sum
-            over the replicas only for this rank's shard. 2: also shard the gradients: .grad is then
-            None after `train_batch`, and `model.engine.gradients.buckets.own(parameter)` is this
-            rank's shard. 0: no sharding.
-        zero_gather: "microbatch": ZeRO-2 reduces gradients in the backward of each micro-batch, if
-            the rank has one stage and whole backwards. "step": only in the last one.
+        zero: stage of ZeRO; default: that of the context. 1: shard the optimizer state and the
+            update over the replicas: each has 1 / (dp x cp) of every bucket of parameters. After
+            `train_batch`, .grad then holds the sum over the replicas only for this rank's shard. 2:
+            also shard the gradients: .grad is then None after `train_batch`, and
+            `model.engine.gradients.buckets.own(parameter)` is this rank's shard. 3: also shard the
+            parameters, of a model that was built with zero 3. 0: no sharding.
+        zero_gather: default: that of the context. "microbatch": reduce gradients with zero 2 and 3
+            in the backward of each micro-batch, if the rank has one stage and whole backwards.
+            "step": only in the last one.
         offload: whether to store the state on the CPU, and compute the update there.
         ema: decay of an exponential moving average of the weights, such as 0.999, which each step
             updates. It starts from the weights, and is stored in checkpoints; `megazoo convert
@@ -89,8 +92,8 @@ class AdamW(ModelOptimizer):
         weight_decay: float = 0.1,
         clip_grad: float = 1.0,
         *,
-        zero: int = 0,
-        zero_gather: str = "microbatch",
+        zero: int | None = None,
+        zero_gather: str | None = None,
         offload: bool = False,
         ema: float = 0.0,
         loss_scale: LossScale | None = None,
@@ -98,8 +101,17 @@ class AdamW(ModelOptimizer):
         check_model(model, f"{type(self).__name__}(model, lr=...)")
         self.model, self.ctx, self.clip_grad = model, model.ctx, clip_grad
         self.defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        layout = model.ctx.layout
+        zero = layout.zero if zero is None else zero
+        zero_gather = zero_gather or layout.zero_gather
         with propagate_errors(self.ctx):
             _check_settings(self.defaults, clip_grad, zero, zero_gather)
+            if (zero == 3) != (layout.zero == 3):
+                raise UserError(
+                    f"the optimizer has zero {zero}, but the model was built with zero "
+                    f"{layout.zero}: parameters are sharded when a model is built, so pass zero=3 "
+                    "to from_torch, or use another zero for the optimizer"
+                )
             check_number("ema", ema, 0, 1)
             model.engine.agree_on_frozen()
         if model.dtype == torch.float16:
@@ -107,7 +119,7 @@ class AdamW(ModelOptimizer):
         self.loss_scale, self.skipped = model.engine.loss_scale, False
         self.device = torch.device("cpu") if offload else self.ctx.device
         self.entries = model.trained_entries()
-        self.zero = zero if self.ctx.token_axis.size > 1 else 0
+        self.storage, self.zero = storage_of(model), zero if self.ctx.token_axis.size > 1 else 0
         self.sharded = self.zero > 0
         self.buckets: GradientBuckets = model.engine.gradients.fit()
         self.buckets.zero = self.zero
@@ -176,6 +188,8 @@ class AdamW(ModelOptimizer):
         self._average()
         if self.sharded:
             self.buckets.gather()
+        if self.storage:
+            self.storage.release()
         self.masters.note(self.entries)
         self.model.read_from = ()
         self._versions = versions_of(self.entries)
@@ -197,6 +211,7 @@ class AdamW(ModelOptimizer):
             for entry in self.entries
             if entry.name in names and entry.spec.replicas(self.ctx) is self.ctx.token_axis
             if self.ctx.token_axis.size > 1
+            if not self.storage or entry.parameter not in self.storage.place
         }
         return Terms(everywhere, replicas=written)
 
@@ -238,7 +253,7 @@ class AdamW(ModelOptimizer):
         return {"params": params, "names": names, **self.defaults, "weight_decay": weight_decay}
 
     def _new_state(self, entry: NamedParameter, offload: bool) -> dict[str, torch.Tensor]:
-        mine = self._mine(entry.parameter.detach(), entry)
+        mine = self.values_of(entry)
         state = {
             name: torch.zeros(mine.shape, dtype=torch.float32, device=self.device)
             for name in MOMENTS
@@ -275,13 +290,14 @@ class AdamW(ModelOptimizer):
                     f"{now}: convert the model before you create the optimizer, or create a new one"
                 )
 
-    def _mine(self, tensor: torch.Tensor, entry: NamedParameter) -> torch.Tensor:
-        """Return the elements of a tensor in the shape of the parameter that this replica
-        updates."""
-        return tensor.view(-1)[slice(*self.ranges[entry.name])]
+    def values_of(self, entry: NamedParameter) -> torch.Tensor:
+        """Return this replica's elements of a parameter, flat. Writes change the parameter."""
+        if self.storage and entry.parameter in self.storage.place:
+            return self.storage.own(entry.parameter)
+        return entry.parameter.detach().view(-1)[slice(*self.ranges[entry.name])]
 
     def _weights(self, entry: NamedParameter) -> torch.Tensor:
-        return self.state[entry.name].get(MASTER, self._mine(entry.parameter.detach(), entry))
+        return self.state[entry.name].get(MASTER, self.values_of(entry))
 
     def _overflowed(self, norm: torch.Tensor) -> bool:
         """Return whether a gradient on any rank is infinite or NaN.
@@ -327,7 +343,7 @@ class AdamW(ModelOptimizer):
 
     def _row(self, entry: NamedParameter) -> Row:
         """Return this replica's weights, gradient and state of a parameter."""
-        weights, state = self._mine(entry.parameter, entry), self.state[entry.name]
+        weights, state = self.values_of(entry), self.state[entry.name]
         states = (state.get(MASTER, weights), *(state[moment] for moment in MOMENTS))
         return Row(weights, self.buckets.own(entry.parameter), states)
 
@@ -364,7 +380,7 @@ def _check_settings(settings: dict, clip_grad: float, zero: int, zero_gather: st
     for beta in betas:
         check_number("beta", beta, 0, 1)
     check_max_norm("clip_grad", clip_grad)
-    if zero not in (0, 1, 2):
-        raise UserError(f"zero must be 0, 1 or 2, got {zero}")
+    if zero not in (0, 1, 2, 3):
+        raise UserError(f"zero must be 0, 1, 2 or 3, got {zero}")
     if zero_gather not in ("microbatch", "step"):
         raise UserError(f"zero_gather must be microbatch or step, got {zero_gather!r}")

@@ -101,7 +101,7 @@ def _counted(entry: NamedParameter, buckets: GradientBuckets) -> list[torch.Tens
     ranges = [(0, parameter.numel())]
     if not counts_whole(entry, buckets.ctx):
         # Copies that don't count are full rows; RowParallelLinear has none.
-        width = parameter[0].numel()
+        width = math.prod(parameter.shape[1:])
         rows = [piece.index()[0] for piece in pieces]
         ranges = [(each.start * width, each.stop * width) for each in rows]
     first, last = element_range(entry, buckets, buckets.axis_of(parameter).rank)

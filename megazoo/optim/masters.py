@@ -84,10 +84,10 @@ def _pieces(
     the parameter on the same device, and their range (first, last + 1) in the parameter."""
     master = optimizer.state[entry.name][MASTER]
     first, last = optimizer.ranges[entry.name]
-    weights = entry.parameter.detach().view(-1)
+    weights = optimizer.values_of(entry)
     for start in range(first, last, PIECE_ELEMENTS):
         stop = min(start + PIECE_ELEMENTS, last)
-        there = weights[start:stop].to(master.device)
+        there = weights[start - first : stop - first].to(master.device)
         yield master[start - first : stop - first], there, (start, stop)
 
 

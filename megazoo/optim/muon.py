@@ -53,8 +53,7 @@ class Muon(AdamW):
         clip_grad: largest global gradient norm; 0: no clipping.
         adamw: settings of AdamW for the other parameters: lr (default: 3e-4), betas, eps,
             weight_decay.
-        zero: 1: shard the optimizer state over the replicas, including the momentum. 2: also shard
-            the gradients.
+        zero: stage of ZeRO; see AdamW. From 1, the momentum is sharded, too.
         zero_gather: see AdamW.
         ema: as in AdamW.
         loss_scale: as in AdamW.
@@ -85,8 +84,8 @@ class Muon(AdamW):
         clip_grad: float = 1.0,
         *,
         adamw: dict | None = None,
-        zero: int = 0,
-        zero_gather: str = "microbatch",
+        zero: int | None = None,
+        zero_gather: str | None = None,
         ema: float = 0.0,
         loss_scale: LossScale | None = None,
         ns_dtype: str = "auto",
@@ -145,7 +144,7 @@ class Muon(AdamW):
     def _new_state(self, entry: NamedParameter, offload: bool) -> dict[str, torch.Tensor]:
         if entry.name not in self._linear:
             return super()._new_state(entry, offload)
-        mine = self._mine(entry.parameter.detach(), entry)
+        mine = self.values_of(entry)
         state = {MOMENTUM: torch.zeros(mine.shape, dtype=torch.float32, device=self.device)}
         if mine.dtype != torch.float32:
             state[MASTER] = mine.float()
@@ -185,7 +184,7 @@ class Muon(AdamW):
             entry, mine = which.entry, whole.mine(which)
             if entry.name not in stepped:
                 return
-            weights = self._mine(entry.parameter, entry)[mine]
+            weights = self.values_of(entry)[mine]
             master = self.state[entry.name].get(MASTER)
             changed = weights if master is None else master[mine]
             changed.mul_(1 - group["lr"] * group["weight_decay"])

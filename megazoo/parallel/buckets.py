@@ -9,6 +9,7 @@ import weakref
 from collections import deque
 from collections.abc import Container, Iterable, Mapping
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,9 @@ from megazoo.parallel.collectives import all_gather_shards, all_reduce, reduce_s
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.timing import spent
 from megazoo.torch_internals import copy_each, scale_each
+
+if TYPE_CHECKING:
+    from megazoo.parallel.storage import Flat
 
 BUCKET_ELEMENTS = 1 << 23  # on CPUs: 32 MB of fp32
 CUDA_BUCKET_ELEMENTS = 40_000_000  # on CUDA at least: 160 MB, as in Megatron-LM
@@ -83,6 +87,9 @@ class GradientBuckets:
     freed. One replica needs no buckets. The sums are not divided, because the loss is
     already a part of the global mean.
 
+    flats: of parameters that rest as ranges (ZeRO-3). Those of each flat are a bucket, in which
+    they have the same places.
+
     late: parameters whose gradients are incomplete after n backwards, because partial gradients
     over tp or tied copies must be summed, or several stages of the rank use them. They are reduced
     in `wait_for_sums`. unsummed: parameters whose gradients are also partial over tp after a custom
@@ -108,6 +115,7 @@ class GradientBuckets:
         late: Container[nn.Parameter] = (),
         unsummed: Container[nn.Parameter] = (),
         axes: Mapping[nn.Parameter, Axis] | None = None,
+        flats: Iterable["Flat"] = (),
     ):
         self.ctx, self.zero, self.per_microbatch = ctx, 0, True
         self.counting = False  # between start and wait_for_sums
@@ -129,18 +137,25 @@ class GradientBuckets:
 
         limit = bucket_elements or elements_for(ctx)
         axis_of = dict.fromkeys(parameters[::-1], ctx.token_axis) | dict(axes or {})
-        early, last = (
-            _grouped_by_axis({p: a for p, a in axis_of.items() if (p in late) == is_late}, limit)
-            for is_late in (False, True)
-        )
-        for bucket in early + last:
-            self._lay_out(bucket, axis_of[bucket[0]])
+        stored, self.stored = list(flats)[::-1], set()  # buckets whose parameters rest as ranges
+        for is_late in (False, True):
+            for flat in (each for each in stored if each.late == is_late):
+                members = [(p, start) for p, start in flat.members if p in axis_of]
+                for parameter, _ in members:
+                    del axis_of[parameter]
+                if members:
+                    self.stored.add(len(self.sizes))
+                    self._add(members, flat.size, flat.axis)
+            own = {p: axis for p, axis in axis_of.items() if (p in late) == is_late}
+            for bucket in _grouped_by_axis(own, limit):
+                self._lay_out(bucket, axis_of[bucket[0]])
+            if not is_late:
+                self.early = len(self.sizes)  # buckets that may leave before the end
         for parameter in self.place:
             accumulate_in_fp32(parameter)
             tied = ctx.pp_size > 1 and parameter in late
             if ctx.token_axis.size > 1 or tied or parameter in unsummed:
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(received))
-        self.early = len(early)  # buckets that may leave before the end
         # backwards that each of them still waits for; empty when not counting
         self.missing: list[int] = []
         self.deferred: Container[nn.Parameter] = ()
@@ -159,13 +174,18 @@ class GradientBuckets:
 
     def _lay_out(self, bucket: list[nn.Parameter], axis: Axis) -> None:
         """Add a bucket of these parameters, of one axis, and give each its place in it."""
-        self.members.append([])
-        end = 0
+        members, end = [], 0
         for parameter in bucket:
-            self.members[-1].append((parameter, end))
-            self.place[parameter] = (len(self.sizes), end)
-            end += _aligned(parameter.numel(), ALIGNMENT)
-        self.sizes.append(_aligned(end, ALIGNMENT * axis.size))
+            members.append((parameter, end))
+            end += aligned(parameter.numel(), ALIGNMENT)
+        self._add(members, aligned(end, ALIGNMENT * axis.size), axis)
+
+    def _add(self, members: list[tuple[nn.Parameter, int]], size: int, axis: Axis) -> None:
+        """Add a bucket of parameters, with where they begin in it."""
+        for parameter, start in members:
+            self.place[parameter] = len(self.sizes), start
+        self.members.append(members)
+        self.sizes.append(size)
         self.axes.append(axis)
 
     def __deepcopy__(self, memo) -> None:
@@ -314,10 +334,8 @@ class GradientBuckets:
         """Return the range (first, last + 1) of a parameter's elements in a replica's shard of its
         bucket. rank: of the replica, along the parameter's axis."""
         index, start = self.place[parameter]
-        shard = self.sizes[index] // self.axes[index].size
-        edges = shard * rank - start, shard * (rank + 1) - start
-        first, last = (min(max(edge, 0), parameter.numel()) for edge in edges)
-        return first, last
+        share = self.sizes[index] // self.axes[index].size
+        return range_within(share, rank, start, parameter.numel())
 
     def has(self, parameter: nn.Parameter) -> bool:
         """Return whether a parameter has a gradient, or this replica's shard of one."""
@@ -337,13 +355,18 @@ class GradientBuckets:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Send every replica the parameter elements that the others have updated.
+        """Send every replica the parameter elements that the others have updated, except those of
+        parameters that rest as ranges.
 
         On CUDA a bucket is sent while the previous one is copied to its parameters; on CPUs both
         would use the same cores. On return, all parameters are complete.
         """
         ahead = 1 if self.ctx.device.type == "cuda" else 0
-        shared = [index for index, axis in enumerate(self.axes) if axis.size > 1]
+        shared = [
+            index
+            for index, axis in enumerate(self.axes)
+            if axis.size > 1 and index not in self.stored
+        ]
         started = deque(map(self._start_gather, shared[:ahead]))
         for number, index in enumerate(shared):
             members = self.members[index]
@@ -418,7 +441,15 @@ class GradientBuckets:
         return bucket
 
 
-def _aligned(count: int, to: int) -> int:
+def range_within(share: int, rank: int, start: int, count: int) -> tuple[int, int]:
+    """Return which of `count` elements, from `start` of a tensor, are in a rank's share of it:
+    first and last + 1. share: number of elements of each rank."""
+    edges = share * rank - start, share * (rank + 1) - start
+    first, last = (min(max(edge, 0), count) for edge in edges)
+    return first, last
+
+
+def aligned(count: int, to: int) -> int:
     """Round `count` up to a multiple of `to`."""
     return -(-count // to) * to
 
@@ -465,6 +496,11 @@ def _before_step(optimizer: torch.optim.Optimizer, *_) -> None:
         ours = parameters & buckets.place.keys()
         if not ours:
             continue
+        if buckets.stored:
+            raise UserError(
+                "parameters rest as ranges over the replicas with zero 3: use megazoo.optim.AdamW "
+                "or Muon, or build the model with another zero"
+            )
         buckets.check()
         if buckets.shared_out:
             raise UserError(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
 from itertools import chain
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -137,6 +138,8 @@ class ParallelContext(ShortNames):
         placement: str | None = None,
         stage_layers: str | Sequence[int] = "balanced",
         folded: Mapping[str, int] | None = None,
+        zero: Literal[0, 1, 2, 3] = 0,
+        zero_gather: Literal["microbatch", "step"] = "microbatch",
         device: str | torch.device = "auto",
         timeout: timedelta = DEFAULT_TIMEOUT,
     ) -> "ParallelContext":
@@ -171,6 +174,10 @@ class ParallelContext(ShortNames):
             folded: names and sizes of axes that are folded into dp x cp, e.g. {"ep": 2}, for
                 parameters that are sharded over them: ctx.axis("ep"). Each size must divide dp x
                 cp.
+            zero: stage of ZeRO of the models and, by default, of their optimizers: what is sharded
+                over the replicas. 1: the state of the optimizer; 2: also gradients; 3: also
+                parameters.
+            zero_gather: how often ZeRO-2 and 3 reduce gradients and gather parameters.
             device: "cpu", "cuda", or "auto": CUDA if this machine has a device for each of its
                 ranks.
             timeout: limit of every wait on every group.
@@ -197,6 +204,8 @@ class ParallelContext(ShortNames):
             schedule=schedule_placed(placement, schedule),
             stage_layers=stage_layers if isinstance(stage_layers, str) else tuple(stage_layers),
             folded=tuple((folded or {}).items()),
+            zero=zero,
+            zero_gather=zero_gather,
         )
         return cls.of_layout(layout, device, timeout)
 

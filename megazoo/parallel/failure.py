@@ -87,7 +87,9 @@ def _together(function: Callable, in_replica: bool) -> Callable:
     def call(model, *args, **kwargs):
         if not in_replica:
             _note(name)
-        with propagate_errors(model.ctx, in_replica) as together, _one_thread(model.ctx, name):
+        # With zero 3, all replicas call it together.
+        alone = in_replica and getattr(model, "_storage", None) is None
+        with propagate_errors(model.ctx, alone) as together, _one_thread(model.ctx, name):
             if together:
                 bound = signature.bind(model, *args, **kwargs)
                 bound.apply_defaults()

@@ -96,20 +96,20 @@ class Layout:
     bubble, but more communication. A schedule with two stages per rank sets 2."""
     sequence_parallel: bool | None = switch(False, lambda: {"sp": True})
     """Whether to use sequence parallelism. None: on CUDA only."""
-    zero: Literal[0, 1, 2] = switch(
+    zero: Literal[0, 1, 2, 3] = switch(
         0,
-        lambda: {"zero": 1, "zero2": 2},
+        lambda: {"zero": 1, "zero2": 2, "zero3": 3},
         megatron="use-distributed-optimizer 1",
-        torchtitan="parallelism.data-parallel-shard-degree 1",
+        torchtitan="parallelism.data-parallel-shard-degree 3",
     )
     """ZeRO stage. 1: shard the state and the update of the optimizer over the ranks of dp and cp;
     each rank has 1 / (dp x cp) of the state of its parameters. 2: also shard the sums of the
-    gradients, and reduce them in the backward of each micro-batch. 0: each rank has all of both.
-    """
+    gradients, and reduce them in the backward of each micro-batch. 3 (or --fsdp): also shard the
+    parameters, and gather each layer when it is used. 0: each rank has all of these."""
     zero_gather: Literal["microbatch", "step"] = switch("microbatch", lambda: {"per-step": "step"})
-    """How often --zero 2 reduces gradients. microbatch: in the backward of each micro-batch, which
-    needs the least memory. Pipelines with several stages per rank or split backwards do it once per
-    step. step: in the last backward of a step, which sends the least."""
+    """How often --zero 2 and 3 reduce gradients, and --zero 3 gathers parameters. microbatch: in
+    each micro-batch, which needs the least memory. Pipelines with several stages per rank or split
+    backwards reduce gradients once per step. step: once per step, which sends the least."""
     cp_method: CPMethod = switch(
         "allgather", lambda: {name: name for name in CP_METHODS[1:]}, megatron="cp-comm-type"
     )
@@ -144,7 +144,9 @@ class Layout:
             what = f"schedule {self.schedule}" if in_a_v else f"virtual-pp {self.virtual_pp}"
             raise UserError(f"{what} needs a pipeline: use pp 2 or more")
         if self.zero < 2 and self.zero_gather != "microbatch":
-            raise UserError(f"zero-gather {self.zero_gather} needs zero 2: use both, or neither")
+            raise UserError(
+                f"zero-gather {self.zero_gather} needs zero 2 or 3: use both, or neither"
+            )
         _ = self.placement  # raises for another number of stages per rank
 
     def _set(self, **values: Any) -> None:

@@ -266,6 +266,8 @@ class Planner(Builder):
             activations += static.leaving
         elif has_one_microbatch(table):
             activations -= static.gradients  # they are included in the costs of the actions
+        activations += static.gathered
+        forwards = sum(action.kind == "F" for action in table) / len(model.stages)
         backwards = sum(action.kind == "B" for action in table)
         to = [a.stage + (1 if a.kind == "F" else -1) for a in table if a.kind != "W"]
         sends = sum(0 <= stage < ctx.stage_count and stage not in by_stage for stage in to)
@@ -286,7 +288,9 @@ class Planner(Builder):
             sent_tp=sum(cost.sent_tp for cost in taken) + static.sent_tp,
             sent_pp=sends * boundary + static.sent_tied,
             sent_cp=sum(cost.sent_cp for cost in taken),
-            sent_dp=static.sent_dp + (backwards - 1) * static.sent_each,
+            sent_dp=static.sent_dp
+            + (backwards - 1) * static.sent_each
+            + forwards * static.sent_gathers,
         )
 
     def static(self, model: Model, run: PlannedRun) -> Static:

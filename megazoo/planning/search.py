@@ -81,7 +81,7 @@ def find_layouts(
     - virtual-pp: up to LARGEST_VIRTUAL_PP, if it divides the layers.
     - recompute: the least that fits.
     - Sequence parallelism and ZeRO-1: on if tp or dp x cp allow it, because they do not send more
-      bytes than the collectives that they replace. ZeRO-2 only if no layout with ZeRO-1 fits.
+      bytes than the collectives that they replace. ZeRO-2 and 3 only if nothing before them fits.
 
     Args:
         planner: Plans the layouts.
@@ -107,8 +107,7 @@ def find_layouts(
     for tp in (1 << n for n in range(LARGEST_TP.bit_length())):
         fastest, depth = math.inf, 0  # the time of the fastest, and its pp
         for pp in (pp for its_tp, pp in counts if its_tp == tp):
-            most_ep = _sizes_of_ep(planner.config, gpus // (tp * pp))[-1]
-            if least_memory > tp * pp * most_ep * memory:
+            if least_memory > gpus * memory:  # with ZeRO-3, all ranks share it
                 continue
             done = before[tp, pp]
             least, cp = len(MODES), 1  # least: the recomputation that a smaller cp needs
@@ -172,7 +171,7 @@ def _of_sizes(
     other settings. sizes: tp, pp, cp and dp."""
     tp, pp, replicas = sizes["tp"], sizes["pp"], sizes["dp"] * sizes["cp"]
     chosen: dict[str, Any] = {**sizes, "sequence_parallel": tp > 1, "zero": int(replicas > 1)}
-    stages: list[Literal[0, 1, 2]] = [1, 2] if replicas > 1 else [0]  # of ZeRO
+    stages: list[Literal[0, 1, 2, 3]] = [1, 2, 3] if replicas > 1 else [0]  # of ZeRO
     virtual = _sizes_of_virtual_pp(planner.config.layers, pp)
     for virtual_pp, ep in product(virtual, _sizes_of_ep(planner.config, replicas)):
         chosen |= {"virtual_pp": virtual_pp, "ep": ep}

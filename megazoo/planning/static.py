@@ -12,6 +12,7 @@ from megazoo.optim.muon import Muon
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.groups import VirtualGroup
 from megazoo.parallel.module import sum_over_copies
+from megazoo.parallel.storage import storage_of
 from megazoo.planning.run import PlannedRun
 
 
@@ -22,7 +23,9 @@ class Static:
 
     sent_early: the part of sent_dp that is sent during the last backward, to reduce gradients. The
     rest is sent after it. leaving: under ZeRO-2, bytes of gradients during a backward in addition
-    to `gradients`. sent_each: bytes that each backward sends over dp before the last one.
+    to `gradients`. sent_each: bytes that each backward sends over dp before the last one. gathered:
+    under ZeRO-3, bytes of the units of parameters that are in memory at the same time.
+    sent_gathers: bytes per micro-batch to gather them.
     """
 
     parameters: int
@@ -38,6 +41,8 @@ class Static:
     optimizer_flops: float
     leaving: int = 0
     sent_each: float = 0.0
+    gathered: int = 0
+    sent_gathers: float = 0.0
 
     @property
     def device_bytes(self) -> int:
@@ -91,20 +96,31 @@ def measure_static(model: Model, run: PlannedRun) -> Static:
                 lambda *_: None,
             )
         flops = optimizer.step_flops
+    storage = storage_of(model)
+    units = [
+        [flat.size * flat.own.itemsize for flat in flats]
+        for flats in (storage.flats.values() if storage else ())
+    ]
+    kept, stored = (storage.kept, storage.place) if storage else (None, {})
+    flats = storage.every_flat() if storage else []
+    gather = sum(flat.own.nbytes * (flat.axis.size - 1.0) for flat in flats)
     return Static(
         parameters=sum(e.parameter.numel() for e in entries),
         trainable_parameters=sum(e.parameter.numel() for e in trained),
-        weights=sum(e.parameter.nbytes for e in entries),
+        weights=sum(e.parameter.nbytes for e in entries if e.parameter not in stored)
+        + sum(flat.own.nbytes for flat in flats),
         gradients=buckets.nbytes(often),
         optimizer=0 if run.offload_optimizer else here,
         optimizer_host=there if run.offload_optimizer else 0,
         sent_tp=_sent(ctx.tp_group) - before,
         sent_tied=sum((len(e.pp_ranks) - 1) * 4.0 * e.parameter.numel() for e in trained),
-        sent_dp=_sent_to_replicas(ctx) - before_dp,
+        sent_dp=_sent_to_replicas(ctx) - before_dp + (0.0 if kept else gather),
         sent_early=early,
         optimizer_flops=flops,
         leaving=buckets.leaving_bytes if often else 0,
         sent_each=early if often else 0.0,
+        gathered=sum(sorted(map(sum, units), reverse=True)[:kept]),
+        sent_gathers=2 * gather if kept else 0.0,  # in forward and in backward
     )
 
 

@@ -11,8 +11,8 @@ in the engine on CUDA:
 - Activations are sent between stages while both compute. A stage waits for late ones.
 
 All other communication adds to the time: the rest over tp, all over cp, and the gathers of
-parameters after the update (ZeRO-1). Not counted are the update of the optimizer (except the
-products of Muon) and the start of a ring over many nodes.
+parameters after the update (ZeRO-1 and 2) or in each micro-batch (ZeRO-3). Not counted are the
+update of the optimizer (except the products of Muon) and the start of a ring over many nodes.
 """
 
 from collections.abc import Sequence
@@ -149,6 +149,10 @@ def step_time(
             max(0.0, static.sent_each / speed.dp - seconds["B", action.stage])
             for action in [action for action in table if action.kind == "B"][:-1]
         )
+        for table, static in zip(tables, statics, strict=True)
+    )
+    waited += max(
+        len({action.microbatch for action in table}) * static.sent_gathers / speed.dp
         for table, static in zip(tables, statics, strict=True)
     )
     return StepTime(

@@ -16,6 +16,7 @@ from megazoo.errors import Advice
 from megazoo.layers import CausalSelfAttention
 from megazoo.layers.dropout import without_dropout
 from megazoo.parallel.module import NamedParameter
+from megazoo.parallel.storage import in_memory
 from megazoo.testing.distances import gradients_of, parameter_distances
 from megazoo.testing.parts import part_of
 from megazoo.testing.reference import Reference, with_rows
@@ -80,7 +81,7 @@ def find_differences(model: Any, reference: Reference, tolerance: float) -> Find
         found.logits = _difference(out.logits, places, reference.logits, reference, tolerance)
     found.weights = {
         entry.name: _difference_of_weight(entry, reference.weights[entry.name], model.ctx)
-        for entry in model.entries()
+        for entry in in_memory(model, model.entries())
         if entry.name in reference.weights
     }
     if reference.gradients:

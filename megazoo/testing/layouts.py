@@ -44,7 +44,7 @@ def all_layouts(config: Any, ranks: int) -> list[Layout]:
         if not 1 < tp * cp * pp * dp <= ranks:
             continue
         sp = [False, True] if tp > 1 else [False]
-        zero: list[Literal[0, 1, 2]] = [0, 1, 2] if cp * dp > 1 else [0]
+        zero: list[Literal[0, 1, 2, 3]] = [0, 1, 2, 3] if cp * dp > 1 else [0]
         plain = Layout(tp=tp, pp=pp, dp=dp, cp=cp)
         ways = [replace(plain, cp_method=method) for method in CP_METHODS[1:] if cp > 1]
         ways += [

@@ -24,6 +24,7 @@ from megazoo.losses.registry import loss_named
 from megazoo.models.base import Model
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.layout import Layout
+from megazoo.parallel.storage import in_memory
 from megazoo.settings import with_settings
 from megazoo.testing.batches import ROWS, micro_batches_of
 from megazoo.testing.distances import relative
@@ -206,9 +207,10 @@ def _recorded(numbers: Numbers) -> Iterator[None]:
         return loss
 
     def eval_batch(self, *arguments, **options):
-        before = {entry.name: entry.parameter.clone() for entry in self.entries()}
+        entries = in_memory(self, self.entries())
+        before = {entry.name: entry.parameter.clone() for entry in entries}
         mean, count = evaluate(self, *arguments, **options)
-        for entry in self.entries():
+        for entry in in_memory(self, self.entries()):
             if not torch.equal(entry.parameter, before[entry.name]):
                 numbers.changed.add(entry.name)
         parts.append((mean.item(), count.item()))

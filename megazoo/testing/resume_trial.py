@@ -22,6 +22,7 @@ from megazoo.optim.loss_scale import LossScale
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.layout import Layout
 from megazoo.parallel.random import derive_seed
+from megazoo.parallel.storage import in_memory, storage_of
 from megazoo.testing.batches import ROWS, SEQUENCE, micro_batches_of
 from megazoo.testing.distances import parameter_distances, relative
 from megazoo.testing.draws import recorded_seeds
@@ -167,7 +168,7 @@ def _started(
     model = build(subject, ctx)
     if spoiled:
         with torch.no_grad():
-            for entry in model.trained_entries():
+            for entry in in_memory(model, model.trained_entries(), write=True):
                 entry.parameter.fill_(0.5)
     # three good steps double it, in the first step after the checkpoint
     model.engine.loss_scale = LossScale(LOSS_SCALE, growth_interval=STOP + 1)
@@ -249,8 +250,9 @@ def _states_of(model: Any, optimizer: Any) -> States:
     """Return this rank's parameters and states, by kind and name: a tensor with the shape of the
     rank's shard, and the range of its flattened elements that the rank has."""
     states: States = {WEIGHTS: {}}
-    for entry in model.entries():
+    for entry in in_memory(model, model.entries()):
         weight = entry.parameter.detach()
+        weight = weight.clone() if storage_of(model) else weight
         states[WEIGHTS][entry.name] = weight, (0, weight.numel())
     for entry in optimizer.entries:
         ranges = optimizer.ranges[entry.name]

@@ -28,6 +28,7 @@ from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.layout import Layout
 from megazoo.parallel.module import initialize
 from megazoo.parallel.random import derive_seed
+from megazoo.parallel.storage import in_memory
 from megazoo.testing.batches import KINDS, ROWS, make_batch, micro_batches_of, shifted
 from megazoo.testing.distances import (
     Clue,
@@ -341,7 +342,7 @@ def build(subject: Subject, ctx: ParallelContext):
             module.probability = 0.0
     if subject.lora_rank:
         lora.add(model, subject.lora_rank, alpha=subject.lora_rank, targets=subject.targets)
-    for entry in model.entries():
+    for entry in in_memory(model, model.entries(), write=True):
         if entry.parameter.dim() == 1 or entry.spec.std == entry.spec.bound == 0:
             spec = replace(entry.spec, std=0.1)
             initialize(entry.parameter.data, spec, ctx, derive_seed(7, entry.name))
@@ -364,8 +365,8 @@ def distant_model(config: Any, ctx: ParallelContext):
     """Return a model with weights so large that its distributions are far from those of a new
     one."""
     model = from_config(config, ctx, seed=4)
-    for parameter in model.parameters():
-        parameter.data.mul_(4)
+    for entry in in_memory(model, model.entries(), write=True):
+        entry.parameter.data.mul_(4)
     return model
 
 
@@ -407,7 +408,8 @@ def _auxiliary(model) -> dict[str, float]:
 
 def _copies(model) -> dict[str, torch.Tensor]:
     """Copy the parameters by global name."""
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    entries = in_memory(model, model.entries())
+    return {entry.name: entry.parameter.detach().clone() for entry in entries}
 
 
 @contextmanager

@@ -420,4 +420,4 @@ def flags_of_programs() -> set[str]:
     switches = {"--no-" + flag[2:] for flag in flags}
     torchrun = {option for action in get_args_parser()._actions for option in action.option_strings}
     torchrun = {option.replace("_", "-") for option in torchrun}
-    return flags | switches | torchrun | {"--help", "--help-all"}
+    return flags | switches | torchrun | {"--help", "--help-all", "--fsdp"}

@@ -42,7 +42,8 @@ MIXTRAL = MixtralConfig(
 LAYOUTS = [
     "tp2", "tp2+sp", "pp2", "cp2", "dp2+zero", "ep2", "ep4", "tp2ep2", "tp2ep2+sp", "pp2ep2",
     "pp2ep2+zb-h1", "cp2ep2", "cp2ep2+ulysses", "ep2+zero", "dp4ep2+zero", "cp2dp2ep4",
-    "ep2+zero2", "dp4ep2+zero2", "tp2cp2ep2+sp", "pp2v2ep2+zb-v", "pp2v2ep2",
+    "ep2+zero2", "dp4ep2+zero2", "ep2+zero3", "dp4ep2+zero3", "tp2cp2ep2+sp", "pp2v2ep2+zb-v",
+    "pp2v2ep2",
 ]  # fmt: skip
 KINDS = ("plain", "packed", "padded", "odd")
 

@@ -75,6 +75,7 @@ FAST = [  # each way to cut adapters, each family, each way to train
     ("llama", "all", "tp4", "norms, too"),
     ("mpt", "all", "tp2cp2+sp+ulysses", "plain"),
     ("gpt2, tied", "all", "pp2dp2+zero2", "plain"),
+    ("llama", "q and v", "dp2+zero3", "plain"),
     ("gpt2", "third layer", "pp2+zb-h1", "interval"),
     ("heavy head", "all", "pp2+zb-h1", "plain"),
     ("mpt", "q and v", "tp2", "dropout, recomputed"),

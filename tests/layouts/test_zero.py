@@ -1,5 +1,6 @@
 """ZeRO and the offloaded optimizer: the same parameters and checkpoints, a share of the state."""
 
+import copy
 import itertools
 from dataclasses import replace
 from itertools import pairwise
@@ -9,8 +10,11 @@ import torch
 
 import megazoo
 from megazoo.checkpoint import Checkpoint, load, save
+from megazoo.evaluation.scoring import score
+from megazoo.layers.linear import round_to_int8
 from megazoo.optim.adamw import AdamW
 from megazoo.parallel.buckets import ALIGNMENT, GradientBuckets
+from megazoo.parallel.storage import KEPT, in_memory, storage_of
 from megazoo.testing import Layout
 from tests.support.layouts import in_layout
 from tests.support.sampling import marked_slow
@@ -33,14 +37,18 @@ CONFIGS = {
 
 def parts(model):
     """This rank's parameters by name, copied."""
-    return {entry.name: entry.parameter.detach().clone() for entry in model.entries()}
+    entries = in_memory(model, model.entries())
+    return {entry.name: entry.parameter.detach().clone() for entry in entries}
 
 
 def trained(config, layout, dtype=torch.float32, steps=5, small_buckets=True, count=2, **settings):
     """Train some steps; returns parameters, gradient norms and elements of state on this rank."""
-    ctx = context(**layout)
+    zero = settings.get("zero", 0)
+    ctx = context(**{**layout, "zero": zero if zero == 3 else 0})
     model = randomize(megazoo.from_config(config, ctx, dtype=dtype, seed=3))
-    if small_buckets:  # several of them, so that parameters begin and end within shards
+    if small_buckets and not storage_of(
+        model
+    ):  # several of them, so that parameters begin and end within shards
         entries = list(model.entries())
         late = {
             e.parameter for e in entries if len(e.pp_ranks) > 1 or e.spec.has_partial_gradient(ctx)
@@ -77,9 +85,9 @@ FAST = [("gpt2", "dp2", 0.0), ("llama", "tp2dp2+sp", 0.0), ("llama, one KV head"
 )
 def test_every_stage_gives_the_parameters_of_zero_0(ranks, model, layout, clip):
     """Bit for bit with two replicas where nothing is clipped, because the norm's sum has another
-    order; under ZeRO-2 with one micro-batch, because the sum of several has another order."""
+    order; from ZeRO-2 on with one micro-batch, because the sum of several has another order."""
     place = Layout.named(layout)
-    for stages, count in [((0, 1, 2), 2), ((0, 2), 1)]:
+    for stages, count in [((0, 1, 2, 3), 2), ((0, 2, 3), 1)]:
         for (expected, norms, whole), *others in in_layout(
             ranks, trained_both_ways, layout, CONFIGS[model], clip, stages=stages, count=count
         ):
@@ -87,7 +95,7 @@ def test_every_stage_gives_the_parameters_of_zero_0(ranks, model, layout, clip):
             for zero, (ours, our_norms, share) in zip(stages[1:], others, strict=True):
                 assert our_norms == pytest.approx(norms, rel=1e-5)
                 for name, parameter in ours.items():
-                    if clip or place.dp * place.cp > 2 or zero == count == 2:
+                    if clip or place.dp * place.cp > 2 or (zero >= 2 == count):
                         torch.testing.assert_close(parameter, expected[name], atol=1e-6, rtol=1e-6)
                     else:
                         assert torch.equal(parameter, expected[name]), name
@@ -141,7 +149,7 @@ def test_each_replica_has_its_share_of_the_state(ranks):
 
 def run_of(config, layout, steps, path=None, start=None, dtype=torch.float32, **settings):
     """Losses of a run that may begin with a checkpoint and end with one."""
-    ctx = context(**layout)
+    ctx = context(**{**layout, "zero": 3 if settings.get("zero") == 3 else 0})
     model = randomize(megazoo.from_config(config, ctx, dtype=dtype, seed=3))
     optimizer, losses, first = AdamW(model, lr=1e-2, **settings), [], 0
     if start:
@@ -163,7 +171,7 @@ def test_checkpoints_know_nothing_of_zero(ranks, tmp_path, dtype):
     layout."""
     config, layout = CONFIGS["llama, one KV head"], "tp2dp2"
     how = {"clip_grad": 0, "dtype": dtype}
-    for zero in (0, 1):
+    for zero in (0, 1, 3):
         path = tmp_path / str(zero)
         in_layout(ranks, run_of, layout, config, steps=2, path=path, zero=zero, **how)
     ours, theirs = (Checkpoint(tmp_path / str(zero)) for zero in (1, 0))
@@ -174,6 +182,9 @@ def test_checkpoints_know_nothing_of_zero(ranks, tmp_path, dtype):
     straight = in_layout(ranks, run_of, layout, config, steps=4, zero=1, **how)[0][4:]
     for later, settings in [
         ("dp4", {"zero": 2}),
+        ("dp4", {"zero": 3}),
+        ("tp2pp2", {"start": tmp_path / "3"}),
+        (layout, {"zero": 3, "start": tmp_path / "3"}),
         ("tp2pp2", {}),
         ("tp1", {"offload": True}),
         (layout, {"zero": 1}),
@@ -204,10 +215,111 @@ def test_an_offloaded_optimizer_gives_the_same_parameters(ranks, layout, dtype):
             assert all(torch.equal(ours[name], expected[name]) for name in expected)
 
 
+def bytes_of(model) -> int:
+    storages = {p.untyped_storage()._cdata: p.untyped_storage() for p in model.parameters()}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def memory_of(layout, recompute):
+    """The bytes of all parameters, of the largest that are together in memory, and at rest."""
+    whole = bytes_of(megazoo.from_config(tiny_config(layers=8), context(**layout), seed=3))
+    ctx, most = context(**layout, zero=3), []
+    model = randomize(megazoo.from_config(tiny_config(layers=8), ctx, seed=3)).recompute(recompute)
+    optimizer = AdamW(model)
+    for module in (*model.layers.values(), model.embedding, model.norm):
+        module.register_forward_hook(lambda *_: most.append(bytes_of(model)))
+        module.register_full_backward_hook(lambda *_: most.append(bytes_of(model)))
+    ids, targets = (replica_rows(tensor, ctx) for tensor in make_batch(0))
+    model.train_batch(ids, targets=targets, num_microbatches=2)
+    rest = bytes_of(model)
+    optimizer.step()
+    units = sorted(sum(f.size for f in flats) * 4 for flats in storage_of(model).flats.values())
+    own = sum(flat.own.nbytes for flat in storage_of(model).every_flat())
+    return whole, max(most), sum(units[-KEPT:]), max(rest, bytes_of(model)), own
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_zero_3_keeps_two_units_of_parameters(ranks, recompute):
+    for whole, most, two, rest, own in ranks(memory_of, 2, dict(dp=2), recompute):
+        assert most <= two + 100 < whole
+        assert rest < 100  # a NaN
+        assert own < 0.6 * whole
+
+
+def used_in_other_ways(path, **settings):
+    """What Python users do with a model, with zero 3 and without."""
+    ctx = context(**settings)
+    untied = randomize(megazoo.from_config(CONFIGS["llama"], ctx, seed=3))
+    ids, targets = (replica_rows(tensor, ctx) for tensor in make_batch(0))
+    # two graphs, of which the second backward needs what the first forward used
+    sum(untied.token_logprobs(rows).sum() for rows in (ids, ids.flip(1))).backward()
+    found = [p.grad.norm().item() for p in untied.parameters()]
+    one = ids[: 1 if ctx.dp_rank else 2]  # uneven rows
+    found += score(untied, one, one).log_likelihood.tolist()
+    model = randomize(megazoo.from_config(tiny_config(), ctx, seed=3))
+    found += [model.eval_batch(ids, targets=targets).item(), model.token_logprobs(ids).sum().item()]
+    found += model.generate(ids[:2, :4], max_new_tokens=5).flatten().tolist()
+    optimizer = AdamW(model, lr=1e-2, zero=None if ctx.layout.zero else int(ctx.dp_size > 1))
+    model.train()
+    for _ in range(2):  # a loop of one's own
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        model.sync_gradients()
+        found += [loss.item(), optimizer.step().item()]
+        optimizer.zero_grad()
+    for out in model.microbatches(ids, labels=ids, num_microbatches=2):
+        out.loss.backward()
+    found += [optimizer.step().item(), model.token_logprobs(ids).sum().item()]
+    model.save_parallelized(path / f"zero{ctx.layout.zero}", merge_checkpoints=True)
+    again = megazoo.from_pretrained(path / f"zero{ctx.layout.zero}", ctx)
+    return [*found, again.token_logprobs(ids).sum().item()]
+
+
+def test_what_works_without_zero_3_works_with_it(ranks, tmp_path):
+    plain = ranks(used_in_other_ways, 2, tmp_path, dp=2)
+    for expected, found in zip(
+        plain, ranks(used_in_other_ways, 2, tmp_path, dp=2, zero=3), strict=True
+    ):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+REFUSED = {
+    "a state_dict is not supported with zero 3, because": lambda model: model.state_dict(),
+    "state_dict is not supported": lambda model: model.load_state_dict({}),
+    "parameters were written, which is lost with zero 3": lambda model: written(model),
+    "with zero 3 can't be copied": lambda model: copy.deepcopy(model),
+    "with zero 3 can't be converted": lambda model: model.half(),
+    "compile is not supported with zero 3": lambda model: model.compile(),
+    "can't be rounded with zero 3": round_to_int8,
+    "merge is not supported with zero 3": lambda model: megazoo.lora.merge(megazoo.lora.add(model)),
+    "but the model was built with zero 3": lambda model: AdamW(model, zero=2),
+    "parameters rest as ranges": lambda model: torch.optim.SGD(model.parameters(), lr=1).step(),
+}
+
+
+def written(model):
+    model.eval_batch(torch.arange(8).view(1, 8), labels=torch.arange(8).view(1, 8))
+    with storage_of(model).all_in_memory(), torch.no_grad():
+        model.norm.bias.fill_(3.0)
+
+
+def refused_with_zero_3():
+    for line, call in REFUSED.items():
+        model = megazoo.from_config(tiny_config(), context(dp=2, zero=3), seed=3)
+        with pytest.raises(megazoo.UserError, match=line):
+            call(model)
+
+
+def test_what_zero_3_does_not_support_is_refused(ranks):
+    ranks(refused_with_zero_3, 2)
+    with pytest.raises(megazoo.UserError, match="has zero 3, but the model was built with zero 0"):
+        AdamW(megazoo.from_config(tiny_config()), zero=3)
+
+
 def test_an_unknown_zero_is_refused():
-    with pytest.raises(megazoo.UserError, match="zero must be 0, 1 or 2, got 4"):
+    with pytest.raises(megazoo.UserError, match="zero must be 0, 1, 2 or 3, got 4"):
         AdamW(megazoo.from_config(tiny_config()), zero=4)
-    with pytest.raises(megazoo.UserError, match="zero-gather step needs zero 2: use both, or nei"):
+    with pytest.raises(megazoo.UserError, match="zero-gather step needs zero 2 or 3: use both, o"):
         Layout(dp=2, zero=1, zero_gather="step")
 
 

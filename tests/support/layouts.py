@@ -16,6 +16,7 @@ from megazoo.models.gpt2 import GPT2Config
 from megazoo.models.llama import LlamaConfig
 from megazoo.models.mpt import MPTConfig
 from megazoo.parallel.schedule import placement_named_by
+from megazoo.parallel.storage import in_memory
 from megazoo.testing import Layout
 from megazoo.testing.layouts import check_model
 from tests.support import training
@@ -51,7 +52,7 @@ LAYOUTS = [
     "cp2pp2+ulysses", "cp2pp2v2+ulysses", "cp2pp2+ulysses+zb-h1", "cp2dp2+ulysses",
     "cp2+ulysses+zero",
     "pp2v2+zb-v", "tp2pp2v2+sp+v-half", "pp2dp2v2+zero+v-min", "cp2pp2v2+dualpipe-v",
-    "pp2dp2v2+zero2+v-min",
+    "pp2dp2v2+zero2+v-min", "dp2+zero3", "pp2dp2+zero3", "tp2cp2+sp+zero3", "pp2dp2v2+zero3+zb-v",
 ]  # fmt: skip
 
 # Five layers, so that stages are uneven; vocabularies that neither 2 nor 4 divides.
@@ -105,6 +106,7 @@ def sizes_of(layout: Layout | str) -> dict:
         "sp": layout.sequence_parallel, "v": layout.virtual_pp, "method": layout.cp_method,
         "placement": placement_named_by(layout.schedule),
         "folded": {"ep": layout.ep} if layout.ep > 1 else {},
+        "zero": layout.zero if layout.zero == 3 else 0,  # the model must know
     }  # fmt: skip
 
 
@@ -165,7 +167,7 @@ def parts_of(model, tensor_of) -> dict:
             (piece.box, tensor_of(entry.parameter)[piece.index()].clone())
             for piece in entry.spec.pieces(model.ctx.place)
         ]
-        for entry in model.entries()
+        for entry in in_memory(model, model.entries())
         if tensor_of(entry.parameter) is not None
     }
 

@@ -5,6 +5,7 @@ from functools import cache
 import torch
 
 import megazoo
+from megazoo.parallel.storage import in_memory
 from tests.support.training import (
     context,
     make_batch,
@@ -38,7 +39,7 @@ def train(
     is as it was."""
     ctx = context(**layout)
     model = randomize(megazoo.from_config(config, ctx, seed=3, dtype=dtype)).recompute(*recompute)
-    before = {e.name: e.parameter.detach().clone() for e in model.entries()}
+    before = {e.name: e.parameter.detach().clone() for e in in_memory(model, model.entries())}
     megazoo.lora.add(model, rank=3, alpha=6, targets=targets, dropout=dropout)
     if trained:
         model.train_only(trained)
@@ -51,7 +52,7 @@ def train(
         loss = run_step(model, by, step, schedule)
         history.append((loss.item(), opt.step().item()))
     values, same = {}, True
-    for entry in model.entries():
+    for entry in in_memory(model, model.entries()):
         assert entry.parameter.requires_grad == (entry.name in opt.state)
         if entry.parameter.requires_grad:
             pieces = entry.spec.pieces(ctx.place)

@@ -67,8 +67,12 @@ def context(
     method="allgather",
     placement="loop",
     folded=None,
+    zero=0,
+    zero_gather="microbatch",
 ):
     how = {
+        "zero": zero,
+        "zero_gather": zero_gather,
         "placement": placement,
         "sequence_parallel": sp,
         "virtual_pipeline_size": v,
@@ -88,8 +92,9 @@ def randomize(model, seed=7):
 
     from megazoo.parallel.module import initialize
     from megazoo.parallel.random import derive_seed
+    from megazoo.parallel.storage import in_memory
 
-    for entry in model.entries():
+    for entry in in_memory(model, model.entries(), write=True):
         if entry.spec.std == 0:
             initialize(
                 entry.parameter,

@@ -69,8 +69,8 @@ def received_once(received, self, parameter):
 
 def launched_at_once(launch, self, stop):
     launch(self, stop)
-    while self.works:  # a late sum would include later gradients
-        self.works.pop(0).wait()
+    while self.leaving:  # a late sum would include later gradients
+        self._arrive()
 
 
 # The sum of a bucket completes before its last gradient.
@@ -154,7 +154,7 @@ BUGS += [
     # The sum of a bucket starts and completes after the first micro-batch.
     Bug("22", "Sum over replicas before the last micro-batch's gradient",
         r"gradient of norm\.bias: differs at step 1 on ranks 0",
-        GradientBuckets, "start", lambda start, self, _, deferred=(): start(self, 1, deferred),
+        GradientBuckets, "start", lambda start, self, _, *others: start(self, 1, *others),
         also=EARLY_SUMS, layout="dp2",
         source="DeepSpeed #7985", link="https://github.com/deepspeedai/DeepSpeed/pull/7985"),
     Bug("23", "A replica without the sum of one bucket",

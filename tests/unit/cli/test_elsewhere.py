@@ -89,7 +89,7 @@ def test_flags_of_frameworks_without_an_equivalent_are_explained():
     for flag, hint in {
         "--ranks": "write --dp (replicas; the number of ranks is tp x pp x cp x dp), or --gpus",
         "--batch-size": "write --micro-batch-size (per forward pass) or --global-batch-size",
-        "--fsdp": "write --zero 2 (it shards gradients and the optimizer state, but not ",
+        "--fsdp": "write --zero 3 (it shards parameters, gradients and the optimizer state",
     }.items():
         with pytest.raises(UserError) as error:
             parse_flags(Options, [flag, "4"], "")
@@ -116,3 +116,10 @@ def test_short_names_of_dtypes_are_taken(short, full, tmp_path):
         options = parse_flags(ConversionOptions, words, "")
         assert (options.source.name, options.output.name, options.dtype) == (short, "out", full)
     assert parse_flags(Options, ["--save", short], "").checkpoint.save.name == short
+
+
+def test_fsdp_is_zero_3():
+    for words in (["--fsdp"], ["--fsdp", "--steps", "3"], ["--zero", "3"]):
+        assert CommandLine.read(words, "").options().parallel.zero == 3
+    with pytest.raises(UserError, match="unknown flag --fsdp; write --zero 3"):
+        CommandLine.read(["--fsdp", "full_shard"], "")

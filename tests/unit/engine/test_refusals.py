@@ -105,7 +105,7 @@ OPTIMIZERS = {
     "weight_decay nan must be 0 or more": dict(weight_decay=math.nan),
     "clip_grad nan must be 0 or more": dict(clip_grad=math.nan),
     "clip_grad must be a number, not None": dict(clip_grad=None),
-    "zero must be 0, 1 or 2, got 4": dict(zero=4),
+    "zero must be 0, 1, 2 or 3, got 4": dict(zero=4),
 }
 
 

@@ -141,6 +141,15 @@ MEASURED = [
     ("llama", {**SIZES, "ffn_size": 1024}, {}, 2, "float32", "full", 2),
     ("llama", {**SIZES, "ffn_size": 1024}, {}, 2, "float32", "none", 1),
     ("gpt2", {**SIZES, **NO_DROPOUT}, dict(pp=2), 4, "float32", "none", 2),
+    (
+        "llama",
+        {**SIZES, "layers": 12, "ffn_size": 1024},
+        dict(dp=2, zero=3),
+        1,
+        "float32",
+        "full",
+        2,
+    ),
 ]
 
 
@@ -153,10 +162,12 @@ def test_memory_is_within_a_tenth_of_what_a_run_takes(
     family, sizes, layout, rows, dtype, recompute, count
 ):
     config = FAMILIES[family].Config(**sizes)
+    dp = layout.get("dp", 1)
     measured = in_fresh_processes(
-        train_twice, config, layout, rows, dtype, recompute, count, processes=layout.get("pp", 1)
+        train_twice, config, layout, rows, dtype, recompute, count, processes=layout.get("pp", dp)
     )
-    batch = {"micro_batch_size": rows, "global_batch_size": count * rows, "seq_length": 256}
+    measured = measured[: layout.get("pp", 1)]
+    batch = {"micro_batch_size": rows, "global_batch_size": count * rows * dp, "seq_length": 256}
     told = plan(config, layout=layout, dtype=dtype, recompute=recompute, **batch)
     for rank, peak in zip(told.ranks, measured, strict=True):
         assert peak > 80e6

@@ -224,7 +224,7 @@ def ranges_an_element_short():
 
     def make(update):
         def short(self, entries, *arguments):
-            mine = [self._mine(entry.parameter, entry)[-1:] for entry in entries]
+            mine = [self.values_of(entry)[-1:] for entry in entries]
             before = [element.clone() for element in mine]
             update(self, entries, *arguments)
             for element, value in zip(mine, before, strict=True):

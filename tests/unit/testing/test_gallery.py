@@ -81,12 +81,13 @@ def test_every_bug_can_be_planted():
 
 
 def test_all_published_mistakes_are_there():
-    """Thirty of dense models, those of 2026 that can be planted, ten of mixtures of experts, and
-    five of losses."""
+    """Thirty of dense models, those of 2026 that can be planted, ten of mixtures of experts,
+    five of losses, and eight of ZeRO-2 and 3."""
     unplanted = {5, 14, 17, 18, 24, 25, 38, 48, 49}
     new = sorted(set(range(1, 50)) - unplanted)
     expected = {str(n) for n in range(1, 31)} | {f"E{n}" for n in range(1, 11)}
     expected |= {f"N{n}" for n in new} | {f"P{n}" for n in range(1, 6)}
+    expected |= {f"Z{n}" for n in range(1, 9)}
     assert {number.rstrip("abc") for number in BY_NUMBER} == expected
     assert len({bug.title for bug in BUGS}) == len(BUGS)
     assert all(bug.link.startswith("https://") for bug in BY_NUMBER.values())

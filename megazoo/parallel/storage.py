@@ -1,0 +1,275 @@
+"""Parameters that rest as ranges over the replicas, and are gathered for each use (ZeRO-3)."""
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from megazoo.errors import UserError
+from megazoo.parallel.axes import Axis
+from megazoo.parallel.buckets import ALIGNMENT, aligned, range_within
+from megazoo.parallel.collectives import all_gather_shards, gather_ranges
+from megazoo.parallel.module import NamedParameter, ShardedModule
+from megazoo.parallel.timing import spent
+
+KEPT = 2  # units that are gathered at the same time
+
+
+class Flat:
+    """Parameters of one dtype and with the same replicas, one after the other in one tensor.
+
+    At rest, this replica has only its range of the tensor, 1 / replicas of it.
+
+    Attributes:
+        members: the parameters, with the place of the first element of each.
+        size: number of elements, with padding.
+        axis: the axis of the replicas.
+        late: whether gradients are complete only after the last backward: see `GradientBuckets`.
+        own: this replica's range, [size / replicas].
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], axis: Axis, late: bool):
+        self.members, self.axis, self.late, end = [], axis, late, 0
+        for parameter in parameters:
+            self.members.append((parameter, end))
+            end += aligned(parameter.numel(), ALIGNMENT)
+        self.size = aligned(end, ALIGNMENT * axis.size)
+        first = parameters[0]
+        self.own = torch.zeros(self.size // axis.size, dtype=first.dtype, device=first.device)
+        self._whole = torch.empty(self.size, dtype=first.dtype, device=first.device)
+        self._views = [
+            self._whole[start : start + parameter.numel()].view(parameter.shape)
+            for parameter, start in self.members
+        ]
+        self._versions: list[int] = []  # when the parameters were gathered or stored
+        self._nan = torch.full((), torch.nan, dtype=first.dtype, device=first.device)
+        self.free()
+
+    def free(self) -> None:
+        """Free the memory of the parameters. Who reads them nevertheless gets NaN. UserError if
+        they were written, and not stored."""
+        if self._versions not in ([], self._current()):
+            raise UserError(
+                "parameters were written, which is lost with zero 3: write them within `for entry "
+                "in megazoo.parallel.storage.in_memory(model, model.entries(), write=True)`"
+            )
+        self._versions = []
+        for parameter, _ in self.members:
+            parameter.data = self._nan.expand(parameter.shape)
+        self._whole.untyped_storage().resize_(0)
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Fill the parameters from the ranges of all replicas."""
+        # Autograd may hold views of this memory, so it is the same each time.
+        self._whole.untyped_storage().resize_(self._whole.nbytes)
+        for (parameter, _), view in zip(self.members, self._views, strict=True):
+            parameter.data = view
+        self._versions = self._current()
+        self._mine().copy_(self.own)
+        with spent("communication", "wait"):
+            all_gather_shards(self._whole, self.axis.group)
+
+    @torch.no_grad()
+    def store(self) -> None:
+        """Store this replica's range of the parameters, which were written."""
+        self.own.copy_(self._mine())
+        self._versions = self._current()
+
+    def _current(self) -> list[int]:
+        """Return the number of writes to each parameter."""
+        return [parameter._version for parameter, _ in self.members]
+
+    def _mine(self) -> torch.Tensor:
+        return self._whole.chunk(self.axis.size)[self.axis.rank]
+
+    def range_of(self, number: int, rank: int) -> tuple[int, int]:
+        """Return which elements of a member a replica has: first and last + 1."""
+        parameter, start = self.members[number]
+        return range_within(len(self.own), rank, start, parameter.numel())
+
+
+class ShardedParameters:
+    """Keeps the parameters of a model as ranges over the replicas.
+
+    A unit is a layer, the embedding, the norm or the head. Its parameters are gathered when the
+    first of them is used, in forward or in backward; then the unit that was used least recently is
+    freed, so that at most `kept` are in memory. Parameters keep their shapes and identities. All
+    replicas use the units in the same order.
+
+    Parameters of plain modules, states, and those without other replicas, stay in memory.
+
+    Args:
+        entries: the parameters.
+        unit_of: returns the unit of a parameter, by its name.
+        late: the parameters whose gradients are reduced last: see `GradientBuckets`.
+        kept: number of units in memory; None: all that were used, until `release`.
+
+    Attributes:
+        flats: the tensors of each unit.
+    """
+
+    def __init__(
+        self,
+        entries: Sequence[NamedParameter],
+        ctx,
+        unit_of: Callable[[str], Hashable],
+        late: set[nn.Parameter],
+        kept: int | None = KEPT,
+    ):
+        self.ctx, self.kept, self.pinned = ctx, kept, False
+        self.flats: dict[Hashable, list[Flat]] = {}
+        self.place: dict[nn.Parameter, tuple[Hashable, Flat, int]] = {}
+        self._there: dict[Hashable, None] = {}  # units in memory, the one used last at the end
+        self._used: list[dict[Hashable, None]] = []  # by the modules that are running
+        groups: dict[tuple, list[nn.Parameter]] = {}
+        for entry in entries:
+            p, axis = entry.parameter, entry.spec.replicas(ctx)
+            if entry.spec.plain or entry.spec.is_state or axis.size == 1:
+                continue
+            groups.setdefault((unit_of(entry.name), p.dtype, axis, p in late), []).append(p)
+        for (unit, _, axis, is_late), parameters in groups.items():
+            flat = Flat(parameters, axis, is_late)
+            self.flats.setdefault(unit, []).append(flat)
+            for number, parameter in enumerate(parameters):
+                self.place[parameter] = unit, flat, number
+
+    def use(self, module: ShardedModule, name: str) -> torch.Tensor | None:
+        """Return a parameter for one use in forward, gathered."""
+        parameter = getattr(module, name)
+        if parameter in self.place:
+            unit = self.place[parameter][0]
+            for used in self._used:
+                used[unit] = None
+            self.gather(unit)
+        return parameter
+
+    def gather(self, *units: Hashable) -> None:
+        """Bring units into memory, and free those that were used least recently."""
+        for unit in units:
+            if unit not in self._there:
+                for flat in self.flats[unit]:
+                    flat.gather()
+            self._there[unit] = self._there.pop(unit, None)
+        if self.kept is not None:
+            for unit in list(self._there)[: -max(self.kept, len(units))]:
+                self._free(unit)
+
+    def watch(self, module: nn.Module) -> None:
+        """Gather what a module has used again, before its backward."""
+
+        def before(*_) -> None:
+            self._used.append({})
+
+        def after(_module, _inputs, output: Any) -> None:
+            units = tuple(self._used.pop())
+            before_backward(output, lambda: self.gather(*units))
+
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(after)
+
+    def run(self, function: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
+        """Return function(*arguments); what it uses is gathered again before its backward."""
+        self._used.append({})
+        try:
+            output = function(*arguments)
+        finally:
+            units = tuple(self._used.pop())
+        before_backward(output, lambda: self.gather(*units))
+        return output
+
+    def every_flat(self) -> list[Flat]:
+        """Return the tensors of all units, in the order of the forward."""
+        return [flat for flats in self.flats.values() for flat in flats]
+
+    def release(self) -> None:
+        """Free all units: after their ranges have changed, and after a batch."""
+        self._used.clear()
+        for unit in list(self._there):
+            self._free(unit)
+
+    def leave(self, unit: Hashable | None, write: bool) -> None:
+        """Store a unit whose parameters were written, and free it. None: no unit."""
+        if unit is not None and write:
+            for flat in self.flats[unit]:
+                flat.store()
+        if unit in self._there:
+            self._free(unit)
+
+    def _free(self, unit: Hashable) -> None:
+        if not self.pinned:
+            del self._there[unit]
+            for flat in self.flats[unit]:
+                flat.free()
+
+    @contextmanager
+    def all_in_memory(self) -> Iterator[None]:
+        """Within this block, all parameters are in memory, and no replica waits for another."""
+        self.pinned = True
+        try:
+            for unit in self.flats:
+                self.gather(unit)
+            yield
+        finally:
+            self.pinned = False
+            self.release()
+
+    def range_of(self, parameter: nn.Parameter, rank: int) -> tuple[int, int]:
+        """Return which elements of a parameter a replica has: first and last + 1."""
+        _, flat, number = self.place[parameter]
+        return flat.range_of(number, rank)
+
+    def own(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Return this replica's elements of a parameter, flat. Writes change the parameter."""
+        _, flat, number = self.place[parameter]
+        first, last = flat.range_of(number, flat.axis.rank)
+        start = flat.members[number][1] - len(flat.own) * flat.axis.rank
+        return flat.own[start + first : start + last] if first < last else flat.own[:0]
+
+    def whole(self, parameter: nn.Parameter, writer: int) -> torch.Tensor:
+        """Return all values of a parameter on the replica `writer`. All replicas call it."""
+        _, flat, number = self.place[parameter]
+        ranges = [flat.range_of(number, rank) for rank in range(flat.axis.size)]
+        values = flat.own.new_empty(parameter.numel())
+        values[slice(*ranges[flat.axis.rank])] = self.own(parameter)
+        if flat.axis.group is not None:
+            gather_ranges(values, ranges, writer, flat.axis.group)
+        return values.view(parameter.shape)
+
+
+def before_backward(output: Any, call: Callable[[], None]) -> None:
+    """Let the backward of tensors, such as the outputs of a module, call a function first."""
+    for tensor in tree_leaves(output):
+        if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+            tensor.grad_fn.register_prehook(lambda _: call())
+
+
+def storage_of(model: Any) -> ShardedParameters | None:
+    """Return what keeps the parameters of a model as ranges; None if they are always in memory."""
+    return getattr(model, "_storage", None)
+
+
+def in_memory(
+    model: Any, entries: Iterable[NamedParameter], write: bool = False
+) -> Iterator[NamedParameter]:
+    """Yield parameters of a model, each while its values are in memory. All replicas call it.
+
+    write: whether the values are changed.
+    """
+    storage, unit = storage_of(model), None
+    if storage is None:
+        yield from entries
+        return
+    try:
+        for entry in entries:
+            found = storage.place.get(entry.parameter)
+            if found and found[0] != unit:
+                storage.leave(unit, write)
+                unit = found[0]
+                storage.gather(unit)
+            yield entry
+    finally:
+        storage.leave(unit, write)
