@@ -103,6 +103,9 @@ def measure_static(model: Model, run: PlannedRun) -> Static:
     ]
     kept, stored = (storage.kept, storage.place) if storage else (None, {})
     flats = storage.every_flat() if storage else []
+    # In forward and in backward; recomputing many layers together frees the first ones again.
+    again = bool(kept) and run.recompute == "full" and run.recompute_interval > kept
+    times = 3 if again else 2
     gather = sum(flat.own.nbytes * (flat.axis.size - 1.0) for flat in flats)
     return Static(
         parameters=sum(e.parameter.numel() for e in entries),
@@ -120,7 +123,7 @@ def measure_static(model: Model, run: PlannedRun) -> Static:
         leaving=buckets.leaving_bytes if often else 0,
         sent_each=early if often else 0.0,
         gathered=sum(sorted(map(sum, units), reverse=True)[:kept]),
-        sent_gathers=2 * gather if kept else 0.0,  # in forward and in backward
+        sent_gathers=times * gather if kept else 0.0,
     )
 
 
