@@ -205,7 +205,7 @@ def test_an_offloaded_optimizer_gives_the_same_parameters(ranks, layout, dtype):
     """With bfloat16 and a pipeline together, too; there the state is masters and moments either
     way."""
     config = CONFIGS["gpt2"]
-    for zero in (0, 1):
+    for zero in (0, 1, 3):
         results = [
             in_layout(ranks, trained, layout, config, steps=2, dtype=dtype, zero=zero, offload=how)
             for how in (False, True)
