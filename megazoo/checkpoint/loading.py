@@ -64,9 +64,8 @@ def load(checkpoint: Checkpoint, model: Any, optimizer: AdamW | None = None) -> 
         size = sum(entry.parameter.nbytes for entry, _ in weights)
         size += sum(tensor.nbytes for _, _, tensor, _ in states)
         with verifying(checkpoint, files, ctx), byte_bar(size, "load") as bar:
-            named = {entry.name: tensor for entry, tensor in weights}
-            for entry in in_memory(model, (entry for entry, _ in weights), write=True):
-                name, spec = named[entry.name]
+            entries = in_memory(model, (entry for entry, _ in weights), write=True)
+            for entry, (_, (name, spec)) in zip(entries, weights, strict=True):
                 checkpoint.read_into(name, entry.parameter, spec, ctx)
                 bar.update(entry.parameter.nbytes)
             for name, entry, tensor, elements in states:

@@ -293,15 +293,16 @@ def _documents_of_rows(tokens: dict[str, torch.Tensor], loss: Any) -> int:
     ids, mask = tokens.get("document_ids"), tokens.get("attention_mask")
     if ids is None or ids.dim() != 2 or not ids.numel():
         return 1
-    counts = numbers_of(ids).amax(dim=1) + 1
+    counts, together = numbers_of(ids).amax(dim=1) + 1, loss.rows_together
     if mask is not None and mask.shape == ids.shape:
-        masked = numbers_of(ids.masked_fill((mask == 0).to(ids.device), -1)).amax(dim=1) + 1
-        if not torch.equal(masked, counts):
+        given = counts
+        counts = numbers_of(ids.masked_fill((mask == 0).to(ids.device), -1)).amax(dim=1) + 1
+        if together > 1 and not torch.equal(given, counts):
             raise UserError(
                 "attention_mask has 0 within or instead of a document, whose parts a loss would "
                 "mix up: mark padding with document_ids of -1"
             )
-    most, together = int(counts.max()), loss.rows_together
+    most = int(counts.max())
     if most > 1 and (wrong := counts[counts % together != 0]).numel():
         raise UserError(
             f"a row has {int(wrong[0])} documents, but the loss needs a multiple of {together}: "

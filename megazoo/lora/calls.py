@@ -363,7 +363,7 @@ class _Saved:
     attached = None
 
     def __init__(self, model: nn.Module):
-        self.model, self.ctx = model, _context_of(model)
+        self.model, self.ctx, self._storage = model, _context_of(model), storage_of(model)
 
     def entries(self) -> list[NamedParameter]:
         return [

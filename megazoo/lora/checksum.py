@@ -48,12 +48,10 @@ def checksum_of(entries: Iterable[NamedParameter], model: Any, dtype: torch.dtyp
     entries = list(entries)
     values = (dtype, *((e.name, id(e.parameter), _version_of(e.parameter)) for e in entries))
     if model not in _known or _known[model].of != values:
-        counted = [e for e in entries if not model.ctx.folded or e.is_first_replica(model.ctx)]
-        counted_names = {entry.name for entry in counted}
         total = sum(
             _sum_of_entry(entry, model.ctx, dtype)
             for entry in in_memory(model, entries)
-            if entry.name in counted_names
+            if not model.ctx.folded or entry.is_first_replica(model.ctx)
         )
         _known[model] = _Sums(values, _signed(total))
     total = torch.tensor(_known[model].total)  # on the CPU

@@ -44,6 +44,7 @@ def make_empty(
         check_stages(model, partial(_make_elsewhere, family, config, ctx))
     initialize_plain(model, partial(_make, family, config, ctx, seed, draw=1), seed)
     place_plain(model, ctx.device, dtype)
+    rests = ctx.layout.zero == 3 and ctx.token_axis.size > 1
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.is_meta:
@@ -51,13 +52,12 @@ def make_empty(
                 spec = module.specs.get(name) if isinstance(module, ShardedModule) else None
                 own = torch.float32 if spec and spec.is_state else dtype
                 empty = torch.empty(parameter.shape, dtype=own, device=ctx.device)
-                rests = spec and not spec.is_state and spec.replicas(ctx).size > 1
-                if ctx.layout.zero == 3 and rests:
+                if rests and spec and not spec.is_state and spec.replicas(ctx).size > 1:
                     empty.untyped_storage().resize_(0)  # it gets the memory of its unit
                 setattr(module, name, nn.Parameter(empty, trained))
     for parameter in model.parameters():
         accumulate_in_fp32(parameter)
-    if ctx.layout.zero == 3:
+    if rests:
         shard_parameters(model)
     model.engine.parameters_changed()
     return model

@@ -220,6 +220,7 @@ class GradientBuckets:
         for parameter in self.place:
             parameter.grad = None
         self.shards.clear()
+        self.leaving.clear()  # of a batch that has failed
         self.deferred, self.counting, self.fault = deferred, True, UNFINISHED
         self.rounds = backwards if often and self.zero > 1 and self.per_microbatch else 1
         self._start_round(backwards // self.rounds)
@@ -240,7 +241,7 @@ class GradientBuckets:
 
     def stop(self) -> None:
         """Stop expecting backwards of the batch."""
-        self.missing, self.counting = [], False
+        self.missing, self.counting, self.launched = [], False, 0
 
     def forget(self) -> None:
         """Note that all gradients were zeroed or freed."""

@@ -110,6 +110,8 @@ class ShardedParameters:
 
     Attributes:
         flats: the tensors of each unit.
+        place: the unit of each parameter, its tensor, and its number there.
+        pinned: whether no unit is freed.
     """
 
     def __init__(
@@ -120,7 +122,7 @@ class ShardedParameters:
         late: set[nn.Parameter],
         kept: int | None = KEPT,
     ):
-        self.ctx, self.kept, self.pinned = ctx, kept, False
+        self.kept, self.pinned = kept, False
         self.flats: dict[Hashable, list[Flat]] = {}
         self.place: dict[nn.Parameter, tuple[Hashable, Flat, int]] = {}
         self._there: dict[Hashable, None] = {}  # units in memory, the one used last at the end

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
 from megazoo.data.loading import Batches
@@ -194,7 +195,7 @@ def _contents(file: Path) -> tuple[np.ndarray, np.ndarray]:
         fits = rows.ndim == 1 and rows.dtype == np.int64 and logprobs.shape == (len(rows), 2)
         if not fits or not np.isfinite(logprobs).all():
             raise ValueError("its tensors have other shapes, types or values")
-    except Exception as error:  # safetensors has no common base class
+    except (OSError, KeyError, ValueError, SafetensorError) as error:
         raise UserError(
             f"{file} can't be read ({error}): delete it, and its values are computed again"
         ) from None

@@ -204,6 +204,20 @@ def test_a_reference_has_no_dropout():
     assert abs(model.train_batch(**batch).item() - math.log(2)) > 0.01
 
 
+def test_padding_between_documents_matters_only_to_losses_of_pairs():
+    batch = batch_of("packed")
+    reference = batch.pop("reference")
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    batch["attention_mask"][0, 3] = 0  # within a document
+    model = megazoo.from_config(MODELS["gpt2"])
+    with pytest.raises(UserError, match="mark padding with document_ids of -1"):
+        model.train_batch(**batch, reference=reference, loss=DPO())
+    loss, teacher = Distillation(), teacher_activations(model, **batch)
+    vars(loss)["reference_head"] = model.output_head
+    model.train_batch(**batch, **teacher, loss=loss)
+    assert model.engine.loss_metrics["kl"] == pytest.approx(0, abs=1e-6)
+
+
 def other_beta(rank_one: bool):
     ctx = context(tp=2)
     model = model_in(MODELS["gpt2"], ctx)

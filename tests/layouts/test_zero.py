@@ -297,6 +297,30 @@ REFUSED = {
 }
 
 
+def test_one_replica_keeps_its_parameters_in_memory():
+    model = megazoo.from_config(tiny_config(), context(zero=3), seed=3)
+    expected = megazoo.from_config(tiny_config(), seed=3).state_dict()
+    for name, tensor in copy.deepcopy(model).state_dict().items():
+        assert torch.equal(tensor, expected[name])
+    assert AdamW(model).zero == 0
+
+
+def classifier_saved(path):
+    config = tiny_config(num_labels=3, pad_token_id=0)
+    model = randomize(megazoo.from_config(config, context(dp=2, zero=3), seed=3))
+    megazoo.lora.add(model, rank=2)
+    megazoo.lora.save(model, path)
+    (head,) = (e for e in model.entries() if e.name == "score.weight")
+    return next(entry.parameter.clone() for entry in in_memory(model, [head]))
+
+
+def test_the_head_of_a_classifier_is_saved_with_its_adapters(ranks, tmp_path):
+    expected, _ = ranks(classifier_saved, 2, tmp_path / "adapters")
+    model = megazoo.from_config(tiny_config(num_labels=3, pad_token_id=0), seed=4)
+    megazoo.lora.load(model, tmp_path / "adapters")
+    assert torch.equal(model.score.weight, expected)
+
+
 def written(model):
     model.eval_batch(torch.arange(8).view(1, 8), labels=torch.arange(8).view(1, 8))
     with storage_of(model).all_in_memory(), torch.no_grad():

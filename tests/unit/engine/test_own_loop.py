@@ -108,6 +108,22 @@ def refused():
             parameters_after(optimizer_of, dict(dp=2), sync=False)
 
 
+def after_a_batch_some_get_no_gradient():
+    ctx = context(dp=2)
+    model, (ids, targets) = small(ctx), (replica_rows(tensor, ctx) for tensor in make_batch(0))
+    model.train_batch(ids, targets=targets)
+    model.zero_grad()
+    (model.norm.weight.sum() * (1 + 2 * ctx.dp_rank)).backward()
+    model.sync_gradients()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    assert (grads.pop("norm.weight") == 2).all()  # the mean of 1 and 3
+    assert not any(grad.any() for grad in grads.values())
+
+
+def test_parameters_without_a_gradient_count_as_zero_after_a_batch(ranks):
+    ranks(after_a_batch_some_get_no_gradient, 2)
+
+
 def test_copies_over_tp_need_no_more_than_the_backward(ranks):
     expected, _ = parameters_after(ours, {}, steps=1)
     answers = ranks(parameters_after, 2, ours, dict(tp=2, sp=True), steps=1, sync=False)

@@ -93,6 +93,10 @@ def test_all_published_mistakes_are_there():
     assert all(bug.link.startswith("https://") for bug in BY_NUMBER.values())
 
 
+def test_the_readme_has_the_number_of_bugs():
+    assert f"plants {len(BUGS)} such bugs" in refresh_docs.README.read_text()
+
+
 def test_the_page_has_what_the_self_test_prints():
     """But for how long it took."""
     rows = refresh_docs.gallery_rows()
