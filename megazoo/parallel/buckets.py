@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 BUCKET_ELEMENTS = 1 << 23  # on CPUs: 32 MB of fp32
 CUDA_BUCKET_ELEMENTS = 40_000_000  # on CUDA at least: 160 MB, as in Megatron-LM
 SHARD_ELEMENTS = 1_000_000  # on CUDA at least, of each replica: 4 MB
-LEAVING = 2  # buckets that are on their way under ZeRO-2, at most
 # elements: shards start at vector boundaries of kernels, so results equal those without shards
 ALIGNMENT = 64
 
@@ -262,18 +261,22 @@ class GradientBuckets:
         )
         return sum(counts) * torch.float32.itemsize
 
-    @property
-    def leaving_bytes(self) -> int:
-        """Count the bytes of gradients and buckets that are on their way at the same time, if they
-        leave in each backward."""
+    def leaving_bytes(self, often: bool) -> int:
+        """Count the bytes that the reduction of buckets takes during a backward, in addition to
+        the gradients that stay; often: if buckets leave in each backward."""
+        copies = int(self.sharded and self.ctx.device.type != "cuda")  # gloo copies what it sends
         shared = [
             size
             for size, axis in zip(self.sizes[: self.early], self.axes, strict=False)
             if axis.size > 1
         ]
-        together = [
-            sum(shared[max(0, n - LEAVING) : n + 1]) + shared[n] for n in range(len(shared))
-        ]
+        if often:  # a bucket is on its way while the gradients of the next one are computed
+            together = [
+                max(2 * size, (1 + copies) * size + following)
+                for size, following in zip(shared, [*shared[1:], 0], strict=False)
+            ]
+        else:
+            together = [copies * size for size in shared]
         return max(together, default=0) * torch.float32.itemsize
 
     def fill_missing(self, stop: int | None = None) -> None:
@@ -399,14 +402,15 @@ class GradientBuckets:
         for index in range(self.launched, stop):
             axis = self.axes[index]
             if axis.size > 1:
+                # ZeRO-2 then frees its memory, and gloo its copy
+                while self.leaving and (self.zero > 1 or self.ctx.device.type == "cpu"):
+                    self._arrive()
                 bucket = self._filled(index)
                 work = reduce(bucket, axis.group, async_op=True)
                 self.leaving.append((index, bucket, work))
                 if self.zero > 1:
                     for parameter, _ in self.members[index]:
                         parameter.grad = None
-                    while len(self.leaving) > LEAVING:
-                        self._arrive()
         self.launched = max(self.launched, stop)
 
     @torch.no_grad()

@@ -5,7 +5,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 
 from megazoo.errors import UserError
@@ -45,6 +47,7 @@ class Flat:
             for parameter, start in self.members
         ]
         self._versions: list[int] = []  # when the parameters were gathered or stored
+        self._arrival: dist.Work | None = None  # of a gather that has started
         self._nan = torch.full((), torch.nan, dtype=first.dtype, device=first.device)
         self.free()
 
@@ -56,22 +59,32 @@ class Flat:
                 "parameters were written, which is lost with zero 3: write them within `for entry "
                 "in megazoo.parallel.storage.in_memory(model, model.entries(), write=True)`"
             )
+        self._wait()
         self._versions = []
         for parameter, _ in self.members:
             parameter.data = self._nan.expand(parameter.shape)
         self._whole.untyped_storage().resize_(0)
 
     @torch.no_grad()
-    def gather(self) -> None:
-        """Fill the parameters from the ranges of all replicas."""
+    def start(self) -> None:
+        """Start to gather the ranges of all replicas."""
         # Autograd may hold views of this memory, so it is the same each time.
         self._whole.untyped_storage().resize_(self._whole.nbytes)
+        self._mine().copy_(self.own)
+        self._arrival = all_gather_shards(self._whole, self.axis.group, async_op=True)
+
+    def finish(self) -> None:
+        """Wait for what `start` started, and fill the parameters."""
+        self._wait()
         for (parameter, _), view in zip(self.members, self._views, strict=True):
             parameter.data = view
         self._versions = self._current()
-        self._mine().copy_(self.own)
-        with spent("communication", "wait"):
-            all_gather_shards(self._whole, self.axis.group)
+
+    def _wait(self) -> None:
+        arrival, self._arrival = self._arrival, None
+        if arrival:
+            with spent("communication", "wait"):
+                arrival.wait()
 
     @torch.no_grad()
     def store(self) -> None:
@@ -96,9 +109,10 @@ class ShardedParameters:
     """Keeps the parameters of a model as ranges over the replicas.
 
     A unit is a layer, the embedding, the norm or the head. Its parameters are gathered when the
-    first of them is used, in forward or in backward; then the unit that was used least recently is
-    freed, so that at most `kept` are in memory. Parameters keep their shapes and identities. All
-    replicas use the units in the same order.
+    first of them is used, in forward or in backward; then units that were used least recently are
+    freed, so that at most `kept` are in memory. One of them is the next unit, whose gather runs
+    under the products of this one: the unit that followed the last time that the same two were
+    used. Parameters keep their shapes and identities. All replicas use the units in the same order.
 
     Parameters of plain modules, states, and those without other replicas, stay in memory.
 
@@ -125,7 +139,10 @@ class ShardedParameters:
         self.kept, self.pinned = kept, False
         self.flats: dict[Hashable, list[Flat]] = {}
         self.place: dict[nn.Parameter, tuple[Hashable, Flat, int]] = {}
-        self._there: dict[Hashable, None] = {}  # units in memory, the one used last at the end
+        # units in memory, in the order of their last uses; whether their parameters are filled
+        self._there: dict[Hashable, bool] = {}
+        self._last: tuple[Hashable, Hashable] = (None, None)  # units that were used
+        self._next: dict[tuple[Hashable, Hashable], Hashable] = {}  # which unit followed two others
         self._used: list[dict[Hashable, None]] = []  # by the modules that are running
         groups: dict[tuple, list[nn.Parameter]] = {}
         for entry in entries:
@@ -150,15 +167,41 @@ class ShardedParameters:
         return parameter
 
     def gather(self, *units: Hashable) -> None:
-        """Bring units into memory, and free those that were used least recently."""
+        """Bring units into memory for a use, free those that were used least recently, and start to
+        gather the unit that is expected next."""
+        if self.pinned or not units:
+            return
         for unit in units:
-            if unit not in self._there:
-                for flat in self.flats[unit]:
-                    flat.gather()
-            self._there[unit] = self._there.pop(unit, None)
+            if unit != self._last[1]:
+                self._next[self._last] = unit
+                self._last = self._last[1], unit
+        expected = self._next.get(self._last, unit)
+        needed = dict.fromkeys([expected, *units])
         if self.kept is not None:
-            for unit in list(self._there)[: -max(self.kept, len(units))]:
+            others = [unit for unit in self._there if unit not in needed]
+            for unit in others[: max(0, len(others) + len(needed) - self.kept)]:
                 self._free(unit)
+        for unit in units:
+            self.bring(unit)
+        if expected not in self._there:
+            self._start(expected)
+        for unit in needed:
+            self._there[unit] = self._there.pop(unit)
+
+    def bring(self, unit: Hashable) -> None:
+        """Bring a unit into memory."""
+        if unit not in self._there:
+            self._start(unit)
+        if not self._there[unit]:
+            for flat in self.flats[unit]:
+                flat.finish()
+            self._there[unit] = True
+
+    def _start(self, unit: Hashable) -> None:
+        """Start to gather a unit."""
+        self._there[unit] = False
+        for flat in self.flats[unit]:
+            flat.start()
 
     def watch(self, module: nn.Module) -> None:
         """Gather what a module has used again, before its backward."""
@@ -166,9 +209,9 @@ class ShardedParameters:
         def before(*_) -> None:
             self._used.append({})
 
-        def after(_module, _inputs, output: Any) -> None:
+        def after(_module, inputs: tuple, output: Any) -> None:
             units = tuple(self._used.pop())
-            before_backward(output, lambda: self.gather(*units))
+            before_backward(inputs, output, lambda: self.gather(*units))
 
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after)
@@ -180,7 +223,7 @@ class ShardedParameters:
             output = function(*arguments)
         finally:
             units = tuple(self._used.pop())
-        before_backward(output, lambda: self.gather(*units))
+        before_backward(arguments, output, lambda: self.gather(*units))
         return output
 
     def every_flat(self) -> list[Flat]:
@@ -213,7 +256,7 @@ class ShardedParameters:
         self.pinned = True
         try:
             for unit in self.flats:
-                self.gather(unit)
+                self.bring(unit)
             yield
         finally:
             self.pinned = False
@@ -242,11 +285,20 @@ class ShardedParameters:
         return values.view(parameter.shape)
 
 
-def before_backward(output: Any, call: Callable[[], None]) -> None:
-    """Let the backward of tensors, such as the outputs of a module, call a function first."""
-    for tensor in tree_leaves(output):
-        if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
-            tensor.grad_fn.register_prehook(lambda _: call())
+def before_backward(inputs: Any, output: Any, call: Callable[[], None]) -> None:
+    """Let the backward of a function, such as a module, call another function first.
+
+    inputs, output: of the function. An input that it returns is not a result of it.
+    """
+    before = _grad_fns(inputs)
+    for grad_fn in _grad_fns(output) - before:
+        grad_fn.register_prehook(lambda _: call())
+
+
+def _grad_fns(tree: Any) -> set[Node]:
+    """Return the nodes of the graph that made the tensors of a tree."""
+    tensors = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+    return {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
 
 
 def storage_of(model: Any) -> ShardedParameters | None:
@@ -271,7 +323,7 @@ def in_memory(
             if found and found[0] != unit:
                 storage.leave(unit, write)
                 unit = found[0]
-                storage.gather(unit)
+                storage.bring(unit)
             yield entry
     finally:
         storage.leave(unit, write)

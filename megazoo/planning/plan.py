@@ -262,11 +262,9 @@ class Planner(Builder):
         boundary = boundary_bytes(run, model) if ctx.pp_size > 1 else 0
         on_their_way = (MAX_OPEN_EXCHANGES + 1) * boundary
         activations = round(_peak(table, by_stage)) + on_their_way
-        if ctx.layout.reduces_often:
-            activations += static.leaving
-        elif has_one_microbatch(table):
+        if has_one_microbatch(table) and not ctx.layout.reduces_often:
             activations -= static.gradients  # they are included in the costs of the actions
-        activations += static.gathered
+        activations += static.leaving + static.gathered
         forwards = sum(action.kind == "F" for action in table) / len(model.stages)
         backwards = sum(action.kind == "B" for action in table)
         to = [a.stage + (1 if a.kind == "F" else -1) for a in table if a.kind != "W"]

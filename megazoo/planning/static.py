@@ -22,8 +22,8 @@ class Static:
     gradients and parameters, and the FLOPs of the matrix products of its optimizer.
 
     sent_early: the part of sent_dp that is sent during the last backward, to reduce gradients. The
-    rest is sent after it. leaving: under ZeRO-2, bytes of gradients during a backward in addition
-    to `gradients`. sent_each: bytes that each backward sends over dp before the last one. gathered:
+    rest is sent after it. leaving: bytes that reducing takes during a backward in addition to
+    `gradients`. sent_each: bytes that each backward sends over dp before the last one. gathered:
     under ZeRO-3, bytes of the units of parameters that are in memory at the same time.
     sent_gathers: bytes per micro-batch to gather them.
     """
@@ -120,7 +120,7 @@ def measure_static(model: Model, run: PlannedRun) -> Static:
         sent_dp=_sent_to_replicas(ctx) - before_dp + (0.0 if kept else gather),
         sent_early=early,
         optimizer_flops=flops,
-        leaving=buckets.leaving_bytes if often else 0,
+        leaving=buckets.leaving_bytes(often),
         sent_each=early if often else 0.0,
         gathered=sum(sorted(map(sum, units), reverse=True)[:kept]),
         sent_gathers=times * gather if kept else 0.0,

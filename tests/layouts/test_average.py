@@ -15,8 +15,8 @@ RUN = [*SMALL, "--data", "mock", "--layers", "2", "--lr-decay-steps", "4"]
 DECAY = 0.75
 # Layouts of the first two steps, and of the last two.
 CHANGES = {
-    "tp2 zero1": ("--tp 2 --dp 2 --zero 1", "--pp 2 --dp 2"),
-    "pp2": ("--pp 2 --tp 2", "--dp 4 --zero 1"),
+    "tp2 zero1": ("--tp 2 --dp 2 --zero 1", "--pp 2 --dp 2 --zero 3"),
+    "zero3": ("--dp 4 --zero 3", "--pp 2 --tp 2"),
 }
 
 

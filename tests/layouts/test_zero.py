@@ -1,6 +1,7 @@
 """ZeRO and the offloaded optimizer: the same parameters and checkpoints, a share of the state."""
 
 import copy
+import gc
 import itertools
 from dataclasses import replace
 from itertools import pairwise
@@ -12,15 +13,20 @@ import megazoo
 from megazoo.checkpoint import Checkpoint, load, save
 from megazoo.evaluation.scoring import score
 from megazoo.layers.linear import round_to_int8
+from megazoo.models.llama import LlamaConfig
 from megazoo.optim.adamw import AdamW
 from megazoo.parallel.buckets import ALIGNMENT, GradientBuckets
 from megazoo.parallel.storage import KEPT, in_memory, storage_of
+from megazoo.planning import PlannedRun, Planner
 from megazoo.testing import Layout
 from tests.support.layouts import in_layout
 from tests.support.sampling import marked_slow
 from tests.support.training import (
     MODELS,
+    PeakMemory,
     context,
+    give_back_freed_memory,
+    in_fresh_processes,
     make_batch,
     randomize,
     replica_rows,
@@ -244,6 +250,68 @@ def test_zero_3_keeps_two_units_of_parameters(ranks, recompute):
         assert most <= two + 100 < whole
         assert rest < 100  # a NaN
         assert own < 0.6 * whole
+
+
+def gathers(layout, recompute):
+    """Of a later batch: each start of a gather, each wait for one, and each use, with the unit."""
+    ctx = context(**layout, zero=3)
+    model = randomize(megazoo.from_config(CONFIGS["llama"], ctx, seed=3)).recompute(recompute)
+    ids, targets = (replica_rows(tensor, ctx) for tensor in make_batch(0))
+    model.train_batch(ids, targets=targets, num_microbatches=2)
+    log, storage = [], storage_of(model)
+    use = storage.gather
+    storage.gather = lambda *units: log.append(("use", units)) or use(*units)
+    for unit, flats in storage.flats.items():
+        for name in ("start", "finish"):
+            call = getattr(flats[0], name)
+            setattr(flats[0], name, lambda call=call, at=(name, unit): log.append(at) or call())
+    model.train_batch(ids, targets=targets, num_microbatches=2)
+    return log, list(storage.flats)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_the_next_unit_is_gathered_before_its_use(ranks, recompute):
+    for log, units in ranks(gathers, 2, dict(dp=2), recompute):
+        late = [a for a, b in pairwise(log) if a == ("start", b[1]) and b[0] == "finish"]
+        assert late == [("start", units[0])]
+        starts = [unit for kind, unit in log if kind == "start"]
+        assert len(starts) <= 2 * 2 * len(units)  # forward and backward of each micro-batch
+        assert sorted(starts) == sorted(unit for kind, unit in log if kind == "finish")
+
+
+def memory_of_steps(zero, dtype):
+    """The peak of this rank's memory in two steps, and what the plan says, bytes."""
+    give_back_freed_memory()
+    torch.set_num_threads(1)
+    size = dict(vocab_size=2000, hidden_size=512, layers=12, heads=8, ffn_size=1408)
+    tiny = dict(vocab_size=200, hidden_size=64, layers=2, heads=2, ffn_size=128)
+    ctx = context(dp=4, zero=zero)
+    for shape in (tiny, size):
+        gc.collect()
+        with PeakMemory() as memory:
+            model = megazoo.from_config(LlamaConfig(**shape), ctx, dtype=dtype).recompute("full")
+            optimizer = AdamW(model)
+            ids = torch.randint(0, 200, (2, 256))
+            for _ in range(2):
+                model.train_batch(ids, targets=ids, num_microbatches=2)
+                optimizer.step()
+                optimizer.zero_grad()
+    run = PlannedRun(
+        global_batch_size=8,
+        micro_batch_size=1,
+        seq_length=256,
+        recompute="full",
+        dtype=str(dtype).removeprefix("torch."),
+    )
+    return memory.above, Planner(model.config).plan(ctx.layout, run).ranks[0].total
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_steps_take_the_memory_of_the_plan(zero, dtype):
+    for measured, planned in in_fresh_processes(memory_of_steps, zero, dtype, processes=4):
+        assert 0.9 * planned < measured < 1.1 * planned
 
 
 def used_in_other_ways(path, **settings):

@@ -27,7 +27,7 @@ def small_ones_not_waited_for(use, self, module, name):
     """The forward uses small parameters before the ranges of other replicas have arrived."""
     parameter = getattr(module, name)
     unit, *_ = self.place.get(parameter, (None,))
-    is_new = unit is not None and unit not in self._there
+    is_new = unit is not None and not self._there.get(unit)
     use(self, module, name)
     for flat in self.flats[unit] if is_new else ():
         if flat.size < SMALL:
@@ -89,7 +89,7 @@ BUGS += [
     # The tensor is made for aligned parameters, but its parameters follow each other.
     Bug("Z1", "A tensor of aligned parameters that is read without the alignment",
         r"weights of .*: differ after step 1 on ranks 0 .*, though no gradient does",
-        Flat, "gather", then(walked_unaligned), layout="dp2+zero3",
+        Flat, "finish", then(walked_unaligned), layout="dp2+zero3",
         source="DeepSpeed #8158", link="https://github.com/deepspeedai/DeepSpeed/pull/8158"),
     Bug("Z2", "Muon that finds no matrices among sharded parameters",
         r"weights of .*: differ after step 1 on ranks 0 .*, though no gradient does",
