@@ -27,7 +27,8 @@ def load(checkpoint: TensorSource, model: Any, optimizer: AdamW | None = None) -
     base weights.
 
     Args:
-        checkpoint: the open checkpoint.
+        checkpoint: the open checkpoint, or the result of `megazoo.models.pretrained.open_source`
+            for a checkpoint of torch.distributed.checkpoint.
         model: the model to fill.
         optimizer: the optimizer whose state is loaded; by default only the weights are loaded.
 

@@ -55,7 +55,8 @@ def read_metadata(directory: Path, wanted: Callable[[str], bool]) -> dict[str, E
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(f"{file} can't be read: {brief(repr(error))}") from error
+        reason = str(error) if type(error) is ValueError else brief(repr(error))
+        raise UserError(f"{file} can't be read: {reason}") from error
 
 
 def _entries(directory: Path, metadata: StandIn, wanted) -> dict[str, Entry | None]:
@@ -67,7 +68,7 @@ def _entries(directory: Path, metadata: StandIn, wanted) -> dict[str, Entry | No
     sizes = cache(lambda name: _size_of(directory, name))
     entries: dict[str, Entry | None] = {}
     for key, about in metadata.state["state_dict_metadata"].items():
-        if not isinstance(key, str) or not key.isprintable():
+        if not isinstance(key, str) or len(key) > 1000 or not key.isprintable():
             raise ValueError(f"{brief(key)} can't be the name of a tensor")
         if not wanted(key):
             continue
@@ -78,7 +79,11 @@ def _entries(directory: Path, metadata: StandIn, wanted) -> dict[str, Entry | No
         shape = _sizes(about.state["size"])
         for chunk in about.state["chunks"]:
             start, size = _sizes(chunk.state["offsets"]), _sizes(chunk.state["sizes"])
-            info = places[key, start]
+            if (info := places.get((key, start))) is None:
+                raise UserError(
+                    f"{directory / METADATA} does not say where the piece of {key} at "
+                    f"{list(start)} is: use another checkpoint"
+                )
             stored = _place_of(directory, key, info, size, dtype, sizes)
             box = tuple((at, at + count) for at, count in zip(start, size, strict=True))
             if any(stop > limit for (_, stop), limit in zip(box, shape, strict=True)):
@@ -103,7 +108,7 @@ def _place_of(directory, key, info: dict, size: tuple, dtype: torch.dtype, sizes
     """Return a function that locates a chunk. Raises UserError if its file can't contain it."""
     file, (start, length) = info["relative_path"], _sizes((info["offset"], info["length"]))
     path = directory / file
-    if Path(file).name != file or file in ("", ".."):
+    if Path(file).name != file or file in ("", "..") or not file.isprintable():
         raise UserError(f"{directory / METADATA} names a file outside its directory: {brief(file)}")
     if info.get("transform_descriptors"):
         raise UserError(f"{path}: {key} is compressed or encrypted, which is not supported")

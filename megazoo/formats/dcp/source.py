@@ -27,7 +27,7 @@ from megazoo.formats.dcp.torch_files import read_box
 from megazoo.formats.gguf.architecture import head_rows, rows_in_pairs
 from megazoo.formats.hugging_face.directory import CopiedBoxes
 from megazoo.optim.base import MOMENTS
-from megazoo.parallel.shard import Box, ParameterSpec, Piece, volume
+from megazoo.parallel.shard import Box, ParameterSpec, Piece, overlap, volume
 from megazoo.tokenizer import has_tokenizer
 
 STEP = "step"  # the state with the number of optimizer steps
@@ -233,15 +233,18 @@ class _Slice:
         return self._values(((first, last), *columns))[torch.from_numpy(rows)]
 
     def _values(self, box: Box) -> torch.Tensor:
-        """Return a box, joined from the chunks. Raises UserError if they don't cover it exactly."""
+        """Return a box: a view of the file if one chunk has all of it, otherwise a copy. Raises
+        UserError if the chunks don't cover it."""
+        for chunk in self.whole.chunks:
+            if overlap(box, chunk.piece.box) == box:
+                there = tuple((cut.start, cut.stop) for cut in chunk.piece.index(box))
+                return read_box(chunk.path, chunk.stored(), there)
         values = torch.empty([stop - start for start, stop in box], dtype=self.whole.dtype)
-        is_filled, place = torch.zeros(values.shape, dtype=torch.bool), Piece(box, (0,) * len(box))
-        twice = False
-        for part, found in self.whole.read(box) if values.numel() else ():
+        is_stored, place = torch.zeros(values.shape, dtype=torch.bool), Piece(box, (0,) * len(box))
+        for part, found in self.whole.read(box) if volume(box) else ():
             index = place.index(part)
-            twice = twice or bool(is_filled[index].any())
-            values[index], is_filled[index] = found, True
-        if twice or not is_filled.all():
+            values[index], is_stored[index] = found, True
+        if not is_stored.all():
             path = self.whole.chunks[0].path
             raise UserError(f"{path}: chunks of a tensor overlap: use another checkpoint", 1)
         return values

@@ -25,7 +25,7 @@ from megazoo.sidecars import GENERATION
 from megazoo.tokenizer import sidecar_files_in
 
 OF_CONFIG = (*TOKEN_IDS, *(name for name in (*OF_FILES, *NOT_APPLIED) if name not in TOKEN_IDS))
-AT_ONCE = 1 << 22  # number of elements of a box that are copied or compared together
+AT_ONCE = 1 << 20  # number of elements of a box that are copied or compared together
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
 
