@@ -49,6 +49,8 @@ def what_is(path: Path) -> str:
             f"is a checkpoint of torch.distributed.checkpoint without a {CONFIG}: copy the model's "
             f"{CONFIG} there, and its tokenizer"
         )
+    if found := sorted(path.glob("*/.metadata"), key=lambda file: file.stat().st_mtime):
+        return f"holds several checkpoints: pass one of them, such as {found[-1].parent}"
     if any(any(path.glob(pattern)) for pattern in WEIGHTS) and CONFIG not in names:
         return f"has weights but no {CONFIG}: copy the model's {CONFIG} there, and its tokenizer"
     pickles = [name for name in names if Path(name).suffix in PICKLES]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 import megazoo
 from megazoo import pretrain
@@ -38,6 +39,7 @@ from tests.support.training import (
     give_back_freed_memory,
     in_fresh_processes,
     layout_name,
+    randomized_,
     replica_rows,
     run_in_layout,
 )
@@ -109,12 +111,21 @@ def logits_of_transformers(hf) -> torch.Tensor:
         return hf(IDS).logits
 
 
+def states_of(hf) -> dict:
+    """States of AdamW after five steps, as get_optimizer_state_dict returns them."""
+    state = {}
+    for name, value in hf.named_parameters():
+        moments = {"exp_avg": value.detach() * 0, "exp_avg_sq": value.detach() ** 2}
+        state[name] = {"step": torch.tensor(5.0), **moments}
+    return {"state": state, "param_groups": [{"lr": 1e-3, "params": list(state)}]}
+
+
 NAMES = {
     "flat": lambda hf: hf.state_dict(),
     "nested": lambda hf: {"model": hf.state_dict()},
     "wrapped": lambda hf: {"module." + name: value for name, value in hf.state_dict().items()},
     "an application": lambda hf: {
-        "app": {"model": hf.state_dict(), "optim": {"state": {}}, "step": 3}
+        "app": {"model": hf.state_dict(), "optim": states_of(hf), "step": 3}
     },
     "compiled": lambda hf: {
         f"_orig_mod.{name}".replace("layers.1", "layers.1._checkpoint_wrapped_module"): value
@@ -139,6 +150,7 @@ def test_names_and_shards_of_all_kinds(tmp_path, monkeypatch):
             state = {f"model.{name}": value for name, value in state["model"].items()}
         path = write(tmp_path / kind, state, hf.config, pieces)
         torch.testing.assert_close(logits_of(path), expected, msg=kind)
+        assert open_source(path).has_states == (kind == "an application")
 
 
 def test_states_of_torchtitan_have_the_rows_of_the_weights(tmp_path):
@@ -174,17 +186,15 @@ def test_a_rank_reads_only_its_bytes(tmp_path):
 def saved(tmp_path):
     """A checkpoint with states, its config.json in the parent."""
     hf = small_llama()
-    state = {"model": hf.state_dict(), "optimizer": {"state": {}}}
-    for name, value in hf.named_parameters():
-        moments = {"exp_avg": value.detach() * 0, "exp_avg_sq": value.detach() ** 2}
-        state["optimizer"]["state"][name] = {"step": torch.tensor(5.0), **moments}
     hf.config.save_pretrained(tmp_path)
-    return write(tmp_path / "dcp", state)
+    return write(tmp_path / "dcp", {"model": hf.state_dict(), "optimizer": states_of(hf)})
 
 
 def test_the_tools_read_it_and_a_run_goes_on_from_shards(saved, tmp_path, capsys):
     inspect_checkpoint.main([str(saved), "--verify"])
-    assert "__0_0.distcp" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "__0_0.distcp" in shown
+    assert "optimizer   state included" in shown
     convert.main([str(saved), str(tmp_path / "shards"), "--tp", "2"])
     assert "weights and optimizer state of dcp" in capsys.readouterr().out
     before, after = (tensors_of(open_source(path)) for path in (saved, tmp_path / "shards"))
@@ -410,6 +420,26 @@ def test_files_that_are_missing_are_told_in_one_line(saved, tmp_path, monkeypatc
     (saved / ".metadata").unlink()
     assert "has no .metadata, which torch.distributed.checkpoint writes last: the save" in told()
     shutil.rmtree(saved)
+
+
+def test_the_folder_of_a_run_names_its_checkpoints(tmp_path):
+    hf = small_llama()
+    write(tmp_path / "step-5", hf.state_dict())
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"several checkpoints: pass one .*step-5$"):
+            open_source(tmp_path)
+        hf.config.save_pretrained(tmp_path)
+
+
+def test_the_head_has_the_name_that_it_has_in_memory(tmp_path):
+    config = transformers.GPTNeoXConfig(
+        vocab_size=61, hidden_size=32, num_hidden_layers=1, num_attention_heads=4,
+        intermediate_size=48, max_position_embeddings=32, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    hf = randomized_(transformers.GPTNeoXForCausalLM(config))
+    assert "lm_head.weight" in hf.state_dict()  # embed_out.weight in files
+    path = write(tmp_path, {"model": hf.state_dict()}, config)
+    torch.testing.assert_close(logits_of(path), logits_of_transformers(hf))
 
 
 def read_large(directory: Path) -> int:

@@ -12,7 +12,7 @@ from megazoo.checkpoint.places import CONFIG
 from megazoo.checkpoint.schema import MOST
 from megazoo.checkpoint.tensor_files import Slices, TensorFiles
 from megazoo.errors import UserError, nearest
-from megazoo.families.names import hf_names
+from megazoo.families.names import check_names, hf_names
 from megazoo.formats.dcp.metadata import METADATA, Entry, read_metadata
 from megazoo.formats.dcp.names import (
     EMBEDDING,
@@ -30,6 +30,7 @@ from megazoo.optim.base import MOMENTS
 from megazoo.parallel.shard import Box, ParameterSpec, Piece, overlap, volume
 from megazoo.tokenizer import has_tokenizer
 
+HEAD = "lm_head.weight"  # in models of transformers
 STEP = "step"  # the state with the number of optimizer steps
 
 
@@ -143,8 +144,9 @@ class DistributedCheckpoint(CopiedBoxes):
 
     def _find_tensors(self) -> dict[str, str]:
         self._keys = self._sorted_keys()
-        self._stored_as: dict[str, str] = {}  # torchtitan's names by Hugging Face names
-        if EMBEDDING in self._keys.weights:
+        self._stored_as: dict[str, str] = {}  # other names, by Hugging Face names
+        self._is_torchtitan = EMBEDDING in self._keys.weights
+        if self._is_torchtitan:
             if self._config_values().get("model_type") != "llama":
                 raise UserError(
                     f"{self.path} has the names of torchtitan's Llama, but its config describes a "
@@ -152,6 +154,9 @@ class DistributedCheckpoint(CopiedBoxes):
                 )
             layers = min(self.config.layers, len(self._entries))
             self._stored_as = torchtitan_names(layers)
+        elif HEAD in self._keys.weights:  # in files, it may have another name
+            head = self.model.HUGGING_FACE_NAMES.get("head")
+            self._stored_as = {f"{head.names[0]}.weight": HEAD} if head else {}
         names = {name: hugging_face for hugging_face, name in self._stored_as.items()}
         weights = {names.get(name, name): key for name, key in self._keys.weights.items()}
         states = {
@@ -165,6 +170,7 @@ class DistributedCheckpoint(CopiedBoxes):
     def _sorted_keys(self) -> Keys:
         """Return the keys of the model and of its optimizer. Raises UserError if the checkpoint has
         another model."""
+        check_names(self.model, ["embedding.weight"])
         (embedding,) = hf_names(self.model, "embedding.weight").names
         embeddings = [embedding, embedding.removeprefix(self.model.HUGGING_FACE.prefix), EMBEDDING]
         keys = [key for key, e in self._entries.items() if e.shape or OPTIMIZER.fullmatch(key)]
@@ -206,7 +212,7 @@ class DistributedCheckpoint(CopiedBoxes):
     def _open(self, _directory: Path, _file: str) -> Slices:
         values, found = self._config_values(), {}
         for name, entry in self._tensors.items():
-            size = head_rows("llama", values, name) if self._stored_as else 0
+            size = head_rows("llama", values, name) if self._is_torchtitan else 0
             found[name] = _Slice(entry, size)
         return Slices(found)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from megazoo.checkpoint.foreign import what_is
 from megazoo.checkpoint.generation import TOKEN_IDS, generation_config, with_token_ids
 from megazoo.checkpoint.places import CONFIG
 from megazoo.checkpoint.tensor_files import TensorFiles, pieces_of_file
@@ -140,6 +141,8 @@ class HuggingFaceDirectory(ModelSource):
                 return dict.fromkeys(self.files.names(file), file)
             if index.is_file():
                 return self._read_index(index)
+        if found := what_is(self.path):
+            raise UserError(f"{self.path} {found}")
         raise UserError(
             f"{self.path} has no weights: it must contain one of {', '.join(WEIGHTS)}, or "
             "an index of such files"
