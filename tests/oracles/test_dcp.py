@@ -182,6 +182,13 @@ def test_a_rank_reads_only_its_bytes(tmp_path):
         assert source.bytes_read - before == sum(size_of.values())
 
 
+def test_a_source_can_be_copied(tmp_path):
+    hf = small_llama()
+    source = open_source(write(tmp_path, {"a": hf.state_dict(), "optim": states_of(hf)}, hf.config))
+    before, after = tensors_of(source), tensors_of(pickle.loads(pickle.dumps(source)))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
 @pytest.fixture
 def saved(tmp_path):
     """A checkpoint with states, its config.json in the parent."""

@@ -6,7 +6,8 @@ __R_N.distcp     chunks, each written by torch.save, one after the other
 
 import math
 from collections.abc import Callable
-from functools import cache, partial
+from dataclasses import dataclass
+from functools import cache, cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,6 +36,30 @@ def is_distributed(directory: Path) -> bool:
     Megatron-LM."""
     there = (directory / METADATA).is_file() or any(directory.glob(DATA))
     return there and not any((directory / name).is_file() for name in OF_MEGATRON)
+
+
+@dataclass
+class Place:
+    """The place of a chunk: the part of a file that torch.save wrote. Calling it returns the
+    location of the elements; the first call opens the file."""
+
+    path: Path
+    key: str
+    start: int
+    length: int
+    size: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __call__(self) -> StoredTensor:
+        return self._stored
+
+    @cached_property
+    def _stored(self) -> StoredTensor:
+        tensor = load_torch(self.path, self.start, self.length)
+        expected = self.size, self.dtype
+        if not isinstance(tensor, StoredTensor) or (tensor.shape, tensor.dtype) != expected:
+            raise UserError(f"{self.path}: {self.key} does not match {METADATA}", exit_code=1)
+        return tensor
 
 
 def read_metadata(directory: Path, wanted: Callable[[str], bool]) -> dict[str, Entry | None]:
@@ -88,8 +113,7 @@ def _entries(directory: Path, metadata: StandIn, wanted) -> dict[str, Entry | No
             box = tuple((at, at + count) for at, count in zip(start, size, strict=True))
             if any(stop > limit for (_, stop), limit in zip(box, shape, strict=True)):
                 raise ValueError(f"a chunk of {key} reaches beyond the tensor")
-            path = directory / info["relative_path"]
-            chunks.append(Chunk(Piece(box, (0,) * len(box)), dtype, path, cache(stored)))
+            chunks.append(Chunk(Piece(box, (0,) * len(box)), dtype, stored.path, stored))
         if not chunks:
             raise ValueError(f"{key} has no chunks")
         entries[key] = Entry(shape, chunks)
@@ -104,8 +128,8 @@ def _sizes(values) -> tuple[int, ...]:
     return sizes
 
 
-def _place_of(directory, key, info: dict, size: tuple, dtype: torch.dtype, sizes):
-    """Return a function that locates a chunk. Raises UserError if its file can't contain it."""
+def _place_of(directory, key, info: dict, size: tuple, dtype: torch.dtype, sizes) -> Place:
+    """Return the place of a chunk. Raises UserError if its file can't contain it."""
     file, (start, length) = info["relative_path"], _sizes((info["offset"], info["length"]))
     path = directory / file
     if Path(file).name != file or file in ("", "..") or not file.isprintable():
@@ -118,15 +142,7 @@ def _place_of(directory, key, info: dict, size: tuple, dtype: torch.dtype, sizes
         raise UserError(f"{path} has {sizes(file)} bytes, but should have {start + length}")
     if math.prod(max(count, 1) for count in size) * dtype.itemsize > length:
         raise UserError(f"{path}: {length} bytes can't hold {list(size)} of {key}")
-    return partial(_stored, path, key, start, length, size, dtype)
-
-
-def _stored(path: Path, key: str, start: int, length: int, size: tuple, dtype) -> StoredTensor:
-    """Return the location of a chunk that torch.save wrote to a part of a file."""
-    tensor = load_torch(path, start, length)
-    if not isinstance(tensor, StoredTensor) or (tensor.shape, tensor.dtype) != (size, dtype):
-        raise UserError(f"{path}: {key} does not match {METADATA}", exit_code=1)
-    return tensor
+    return Place(path, key, start, length, size, dtype)
 
 
 def _size_of(directory: Path, file: str) -> int:
