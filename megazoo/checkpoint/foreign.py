@@ -46,9 +46,11 @@ def what_is(path: Path) -> str:
         )
     if ".metadata" in names or any(name.endswith(".distcp") for name in names):
         return (
-            "is a checkpoint of torch.distributed.checkpoint, which megazoo does not read: "
-            f"{CONVERT}"
+            f"is a checkpoint of torch.distributed.checkpoint without a {CONFIG}: copy the model's "
+            f"{CONFIG} there, and its tokenizer"
         )
+    if found := sorted(path.glob("*/.metadata"), key=lambda file: file.stat().st_mtime):
+        return f"holds several checkpoints: pass one of them, such as {found[-1].parent}"
     if any(any(path.glob(pattern)) for pattern in WEIGHTS) and CONFIG not in names:
         return f"has weights but no {CONFIG}: copy the model's {CONFIG} there, and its tokenizer"
     pickles = [name for name in names if Path(name).suffix in PICKLES]

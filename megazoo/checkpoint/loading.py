@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from megazoo.checkpoint.places import TRAINER
-from megazoo.checkpoint.reader import Checkpoint
 from megazoo.checkpoint.schema import OptimizerState, checked_state
 from megazoo.checkpoint.shards import saved_entries
+from megazoo.checkpoint.source import TensorSource
 from megazoo.checkpoint.verifying import verifying
 from megazoo.errors import UserError
 from megazoo.optim.adamw import AdamW
@@ -19,7 +19,7 @@ from megazoo.parallel.storage import in_memory
 from megazoo.terminal import byte_bar
 
 
-def load(checkpoint: Checkpoint, model: Any, optimizer: AdamW | None = None) -> dict:
+def load(checkpoint: TensorSource, model: Any, optimizer: AdamW | None = None) -> dict:
     """Load this rank's shard of a checkpoint into a model and optimizer. Every rank calls it.
 
     The checkpoint may have any parallel layout. A checkpoint of a run with an attachment, such as
@@ -27,7 +27,8 @@ def load(checkpoint: Checkpoint, model: Any, optimizer: AdamW | None = None) -> 
     base weights.
 
     Args:
-        checkpoint: the open checkpoint.
+        checkpoint: the open checkpoint, or the result of `megazoo.models.pretrained.open_source`
+            for a checkpoint of torch.distributed.checkpoint.
         model: the model to fill.
         optimizer: the optimizer whose state is loaded; by default only the weights are loaded.
 
@@ -85,7 +86,7 @@ def load(checkpoint: Checkpoint, model: Any, optimizer: AdamW | None = None) -> 
     return trainer
 
 
-def _name_of_weights(checkpoint: Checkpoint, entry: NamedParameter) -> str:
+def _name_of_weights(checkpoint: TensorSource, entry: NamedParameter) -> str:
     """Return the name of the tensor that a parameter is read from: that of the fp32 master weights
     if the parameter is fp32 and the checkpoint has them."""
     is_fp32 = entry.parameter.dtype == torch.float32
@@ -93,7 +94,7 @@ def _name_of_weights(checkpoint: Checkpoint, entry: NamedParameter) -> str:
 
 
 def _states_to_read(
-    checkpoint: Checkpoint, optimizer: AdamW
+    checkpoint: TensorSource, optimizer: AdamW
 ) -> Iterator[tuple[str, NamedParameter, torch.Tensor, tuple[int, int]]]:
     """Yield the tensors of an optimizer's state. Each comes with its name in the checkpoint, its
     parameter, and the range of elements in the flattened parameter."""
@@ -107,13 +108,13 @@ def _states_to_read(
             yield name, entry, tensor, optimizer.ranges[entry.name]
 
 
-def _without_average(checkpoint: Checkpoint, optimizer: AdamW) -> list[NamedParameter]:
+def _without_average(checkpoint: TensorSource, optimizer: AdamW) -> list[NamedParameter]:
     """Return the parameters whose moving average the optimizer has, and the checkpoint lacks."""
     averaged = [e for e in optimizer.entries if AVERAGE in optimizer.state[e.name]]
     return [entry for entry in averaged if AVERAGE not in checkpoint.states_of(entry.name)]
 
 
-def _check_states(checkpoint: Checkpoint, optimizer: AdamW) -> None:
+def _check_states(checkpoint: TensorSource, optimizer: AdamW) -> None:
     """Raise UserError if the checkpoint lacks the state of a trained parameter."""
     missing = [entry.name for entry in optimizer.entries if not checkpoint.states_of(entry.name)]
     if missing and not checkpoint.has_states:

@@ -99,6 +99,22 @@ def _opened(directory: Path, file: str):
         raise UserError(f"{path} can't be read: {lines[0]}", exit_code=1) from error
 
 
+class Slices:
+    """The tensors of a file, with the interface of an open safetensors file.
+
+    tensors: by name, each with the interface of a slice of safetensors.
+    """
+
+    def __init__(self, tensors: dict[str, Any]):
+        self._tensors = tensors
+
+    def keys(self):
+        return self._tensors.keys()
+
+    def get_slice(self, name: str) -> Any:
+        return self._tensors[name]
+
+
 class _Pickled:
     """A .bin file, memory-mapped if possible, with the interface of an open safetensors file."""
 

@@ -29,7 +29,7 @@ class ConversionOptions(ImportOption, VerifyOption):
     source: Source = None
     """Checkpoint saved in any parallel layout (the directory of a step, or its parent for the
     latest step), Hugging Face directory, org/name[@revision] on the Hugging Face hub, GGUF file, or
-    Megatron-LM checkpoint."""
+    checkpoint of torch.distributed.checkpoint or Megatron-LM."""
     output: Positional[Annotated[Path | None, mandatory("OUTPUT")]] = None
     """Directory to write; with --to gguf, the file."""
     dtype: Annotated[DtypeName | None, AS_STORED] = None

@@ -1,4 +1,4 @@
-"""What models look like on disk: Hugging Face directories, GGUF, Megatron-LM, and shards."""
+"""What models look like on disk: Hugging Face directories, GGUF, DCP, Megatron-LM, and shards."""
 
 from megazoo.lazy import lazy_attributes
 

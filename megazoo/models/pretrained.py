@@ -26,6 +26,8 @@ from megazoo.errors import UserError, any_of
 from megazoo.families.config import fields_of_training
 from megazoo.families.published import published
 from megazoo.families.registry import family_of, presets
+from megazoo.formats.dcp.metadata import is_distributed
+from megazoo.formats.dcp.source import DistributedCheckpoint, home_of
 from megazoo.formats.gguf.source import GGUFModel
 from megazoo.formats.hugging_face.directory import HuggingFaceDirectory
 from megazoo.formats.hugging_face.export import hugging_face_config, parse_size, write_model
@@ -49,8 +51,8 @@ if TYPE_CHECKING:
 
 
 def open_source(path: str | Path, *, verify: bool = True) -> ModelSource:
-    """Open a megazoo checkpoint, a Hugging Face directory (one with a config.json), a Megatron-LM
-    checkpoint, or a GGUF file.
+    """Open a megazoo checkpoint, a Hugging Face directory (one with a config.json), a checkpoint of
+    torch.distributed.checkpoint, a Megatron-LM checkpoint, or a GGUF file.
 
     Args:
         path: a path, or org/name[@revision] on the Hugging Face hub.
@@ -65,6 +67,8 @@ def open_source(path: str | Path, *, verify: bool = True) -> ModelSource:
     if is_gguf(path):
         return GGUFModel(path)
     if not (path / MANIFEST).is_file():
+        if is_distributed(path) and home_of(path):
+            return DistributedCheckpoint(path)
         if is_megatron(path):
             return MegatronCheckpoint(path)
         if (path / CONFIG).is_file():
@@ -103,9 +107,10 @@ def from_pretrained(
     Each rank reads only its shard, directly into its parameters.
 
     Args:
-        path: a megazoo checkpoint of any parallel layout, a Hugging Face directory, a Megatron-LM
-            checkpoint, a GGUF file, or org/name[@revision] on the Hugging Face hub, which is
-            downloaded into the hub's cache.
+        path: a megazoo checkpoint of any parallel layout, a Hugging Face directory, a checkpoint of
+            torch.distributed.checkpoint with the model's config.json, a Megatron-LM checkpoint, a
+            GGUF file, or org/name[@revision] on the Hugging Face hub, which is downloaded into the
+            hub's cache.
         ctx: parallel context; by default the ambient one.
         dtype: data type of the weights: a torch.dtype or its name, such as "bfloat16" or "bf16".
             "auto" (the default) is the stored data type.

@@ -10,14 +10,16 @@ $ megazoo convert path/to/llama merged --to hf --adapter adapter
 $ megazoo convert model.gguf path/to/llama --to hf
 $ megazoo convert path/to/llama model.gguf --to gguf --quantize q8_0
 $ megazoo convert path/to/megatron-checkpoints shards --vocab-size 50257
+$ megazoo convert outputs/checkpoint/step-1000 shards
 
 SOURCE is a Hugging Face directory, org/name[@revision] on the Hugging Face hub, a megazoo
-checkpoint (shards include its optimizer state), a Megatron-LM checkpoint (torch_dist or torch;
-without its optimizer state), or a GGUF file (quantized weights become fp32). Checkpoints also load
-in other parallel layouts, but shards that match the layout load faster. --adapter merges a LoRA
-adapter into the weights, in fp32, rounded once. With --to hf and --to gguf, a checkpoint of
-adapters is merged into the base that it names. --to peft writes the adapters of such a checkpoint
-without their base.
+checkpoint, a checkpoint of torch.distributed.checkpoint (of FSDP2 or torchtitan, with the model's
+config.json in it or in its parent), a Megatron-LM checkpoint (torch_dist or torch; without its
+optimizer state), or a GGUF file (quantized weights become fp32). Shards include the optimizer state
+of the first two kinds of checkpoints. Checkpoints also load in other parallel layouts, but shards
+that match the layout load faster. --adapter merges a LoRA adapter into the weights, in fp32,
+rounded once. With --to hf and --to gguf, a checkpoint of adapters is merged into the base that it
+names. --to peft writes the adapters of such a checkpoint without their base.
 """
 
 from dataclasses import dataclass

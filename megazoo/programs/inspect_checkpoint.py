@@ -52,7 +52,9 @@ def main(arguments: list[str]) -> None:
         layout = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
         layout += "".join(f", {axis} {size} folded into dp" for axis, size in folded.items())
         print(f"  layout      {layout}; loads in any layout")
+    if isinstance(source, Checkpoint) or source.has_states:
         print(f"  optimizer   {'state included' if source.has_states else 'none'}")
+    if isinstance(source, Checkpoint):
         kept = [f"{key} {value}" for key, value in source.trainer.items() if key != "settings"]
         print(f"  trainer     {', '.join(kept) or 'nothing'}")
     sizes = source.file_sizes()

@@ -679,8 +679,8 @@ class CheckpointOptions(VerifyOption):
         ),
     ] = None
     """Checkpoint or model to start from. A directory of --save, or one step in it, resumes the run.
-    A Hugging Face directory, org/name[@revision] on the Hugging Face hub, a Megatron-LM checkpoint
-    or a GGUF file starts a new run from its weights.
+    A Hugging Face directory, org/name[@revision] on the Hugging Face hub, a GGUF file, or a
+    checkpoint of torch.distributed.checkpoint or Megatron-LM starts a new run from its weights.
 
     With --lora-rank or --lora-load, this is the base model of the adapters."""
     load_weights_only: Annotated[

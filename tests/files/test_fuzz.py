@@ -15,6 +15,7 @@ import pytest
 
 from tests.support.fuzz.cases import findings, run_case
 from tests.support.fuzz.checkpoints import Manifest, Trainer
+from tests.support.fuzz.distributed import Distributed
 from tests.support.fuzz.files import Configs, Headers, Jsonl
 from tests.support.fuzz.settings import Flags, Toml
 from tests.support.sampling import marked_slow
@@ -27,6 +28,7 @@ KINDS = {
     "jsonl": Jsonl,
     "configs": Configs,
     "headers": Headers,
+    "distributed": Distributed,
 }
 CASES, PART = 500, 100
 SAMPLES = {"manifest": 50, "trainer": 14}  # how many cases `make test` runs; 20 of other kinds

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 from megazoo import pretrain
 from megazoo.checkpoint import writing
 from megazoo.errors import UserError
-from megazoo.formats.gguf import source as gguf_source
 from megazoo.formats.gguf.architecture import rows_in_pairs
 from megazoo.formats.gguf.export import write_gguf
 from megazoo.formats.gguf.source import GGUFModel
+from megazoo.formats.hugging_face import directory
 from megazoo.formats.hugging_face.export import write_hugging_face
 from megazoo.models.pretrained import from_pretrained, open_source
 from megazoo.parallel.context import ParallelContext
@@ -200,7 +200,7 @@ def test_rows_are_paired_also_in_pieces(tmp_path, monkeypatch):
                 expected = rows.reshape(-1, 2, 6, *rows.shape[1:]).swapaxes(1, 2)  # as published
                 found = tensors[f"blk.{layer}.attn_{name}.{kind}"]
                 assert (found == expected.reshape(rows.shape)).all()
-    monkeypatch.setattr(gguf_source, "AT_ONCE", 100)
+    monkeypatch.setattr(directory, "AT_ONCE", 100)
     again = dict(from_pretrained(tmp_path / "model.gguf").named_parameters())
     for name, value in from_pretrained(tmp_path / "hf").named_parameters():
         assert torch.equal(value, again[name]), name

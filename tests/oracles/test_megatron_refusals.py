@@ -14,8 +14,8 @@ import torch
 import megazoo
 from megazoo.cli.program import run_program
 from megazoo.errors import UserError
+from megazoo.formats.dcp.unpickling import unpickle
 from megazoo.formats.megatron.source import MegatronCheckpoint
-from megazoo.formats.megatron.unpickling import unpickle
 from megazoo.programs import convert
 from tests.support.megatron import (
     arguments_of,

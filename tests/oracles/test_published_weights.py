@@ -138,7 +138,7 @@ FOREIGN = {
         ["global_step7/mp_rank_00_model_states.pt"], "global_step7", "is a checkpoint of DeepSpeed"
     ),
     "distributed checkpoints": (
-        [".metadata", "__0_0.distcp"], "", "other checkpoints of torch.distributed.checkpoint are"
+        [".metadata", "__0_0.distcp"], "", "distributed.checkpoint without a config.json: copy"
     ),
     "nanoGPT": (["ckpt.pt"], "", "has ckpt.pt, a checkpoint of another program: load it with"),
     "its file": (["ckpt.pt"], "ckpt.pt", "is a checkpoint of another program: load it with"),

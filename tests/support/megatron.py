@@ -14,13 +14,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 import transformers
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
+from megazoo.parallel.shard import Box
+from tests.support.chunks import InChunks
 from tests.support.training import randomized_
 
 PADDED = 64  # tokens, of which 61 are true
@@ -221,43 +217,18 @@ def arguments_of(name: str, **more) -> dict:
     return {**common, **special, **more}
 
 
-class InChunks(DefaultSavePlanner):
+class OfRanks(InChunks):
     """Saves each tensor as Megatron's ranks do: in two along its next to last dimension or its only
     one, and stacked ones layer by layer."""
 
-    def create_local_plan(self) -> SavePlan:
-        items = []
-        for name, tensor in self.state_dict.items():
-            if not isinstance(tensor, torch.Tensor):
-                continue
-            starts = [range(size) if name in self.stacked else [0] for size in tensor.shape[:1]]
-            sizes = list(tensor.shape)
-            if name in self.stacked:
-                sizes[0] = 1
-            dim = max(len(sizes) - 2, 1 if name in self.stacked else 0)
-            starts += [[0] for _ in sizes[1:]]
-            sizes[dim] //= 2
-            starts[dim] = [0, sizes[dim]]
-            for index, start in enumerate(product(*starts)):
-                stop = tensor.shape[dim] - sizes[dim] if start[dim] else sizes[dim]
-                size = [*sizes[:dim], stop, *sizes[dim + 1 :]]
-                items.append(self._item(name, tensor, start, size, index))
-        self.plan = SavePlan(items, planner_data={})
-        return self.plan
-
-    def _item(self, name, tensor, start, size, index) -> WriteItem:
-        chunk = ChunkStorageMetadata(torch.Size(start), torch.Size(size))
-        properties = TensorProperties.create_from_tensor(tensor)
-        data = TensorWriteData(chunk, properties, tensor.size())
-        place = MetadataIndex(name, chunk.offsets, index)
-        return WriteItem(place, WriteItemType.SHARD, tensor_data=data)
-
-    def resolve_data(self, item: WriteItem) -> torch.Tensor:
-        value = self.state_dict[item.index.fqn]
-        chunk = item.tensor_data.chunk
-        for dim, (start, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
-            value = value.narrow(dim, start, size)
-        return value.clone()
+    def chunks_of(self, name: str, shape: torch.Size) -> list[Box]:
+        is_stacked = name in self.stacked
+        dim, cuts = max(len(shape) - 2, int(is_stacked)), [[(0, length)] for length in shape]
+        if is_stacked:
+            cuts[0] = [(layer, layer + 1) for layer in range(shape[0])]
+        half = shape[dim] // 2
+        cuts[dim] = [(0, half), (half, shape[dim])]
+        return list(product(*cuts))
 
 
 def write_distributed(
@@ -279,7 +250,7 @@ def write_distributed(
     state = {prefix + name: value for name, value in tensors.items()}
     state["optimizer.state.exp_avg.decoder.final_layernorm.weight"] = torch.zeros(32)
     state[f"{prefix}decoder.layers.mlp.linear_fc1._extra_state"] = torch.zeros(8)
-    planner = InChunks() if in_chunks else DefaultSavePlanner()
+    planner = OfRanks() if in_chunks else DefaultSavePlanner()
     planner.stacked = names
     dcp.save(state, storage_writer=dcp.FileSystemWriter(directory), planner=planner, no_dist=True)
     with of_megatron() as objects:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from megazoo.checkpoint.generation import generation_config
-from megazoo.checkpoint.tensor_files import TensorFiles
+from megazoo.checkpoint.tensor_files import Slices, TensorFiles
 from megazoo.checkpoint.writing import json_bytes
 from megazoo.errors import UserError, advise
 from megazoo.families.names import hf_names
@@ -21,19 +21,16 @@ from megazoo.formats.gguf.architecture import (
     rows_in_pairs,
     shape_of,
 )
-from megazoo.formats.hugging_face.directory import HuggingFaceDirectory
+from megazoo.formats.hugging_face.directory import CopiedBoxes
 from megazoo.gguf_file import library, read_gguf
-from megazoo.parallel.shard import ParameterSpec, Piece, in_parts
 from megazoo.sidecars import GENERATION
 from megazoo.tokenizer.gguf import has_vocabulary, tokenizer_files_of
 
 if TYPE_CHECKING:
     import gguf
 
-AT_ONCE = 1 << 22  # number of elements that are dequantised together
 
-
-class GGUFModel(HuggingFaceDirectory):
+class GGUFModel(CopiedBoxes):
     """Read boxes of global tensors from a GGUF file. Quantised blocks are dequantised to fp32 when
     they are read.
 
@@ -99,7 +96,7 @@ class GGUFModel(HuggingFaceDirectory):
         files = self._contents.files
         return {name: files[tensor.name] for name, tensor in self._tensors.items()}
 
-    def _open(self, directory: Path, file: str) -> "_GGUFTensors":
+    def _open(self, directory: Path, file: str) -> Slices:
         architecture, found = self._contents.metadata["general.architecture"], {}
         for name, tensor in self._tensors.items():
             if self._contents.files[tensor.name] == file:
@@ -109,30 +106,7 @@ class GGUFModel(HuggingFaceDirectory):
                 _read(np.zeros((1, library().GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
         except NotImplementedError as error:
             raise UserError(f"{directory / file}: {error}") from error
-        return _GGUFTensors(found)
-
-    def read_pieces(
-        self, name: str, destination: torch.Tensor, spec: ParameterSpec, pieces: list[Piece]
-    ) -> None:
-        """Fill pieces of `destination`, a few megabytes at a time, because dequantised values need
-        memory."""
-        for piece in pieces:
-            for box in in_parts(piece.box, AT_ONCE):
-                offset = tuple(place.start for place in piece.index(box))
-                super().read_pieces(name, destination, spec, [Piece(box, offset)])
-
-
-class _GGUFTensors:
-    """The tensors of a GGUF file, with the interface of an open safetensors file."""
-
-    def __init__(self, tensors: "dict[str, _Slice]"):
-        self._tensors = tensors
-
-    def keys(self):
-        return self._tensors.keys()
-
-    def get_slice(self, name: str) -> "_Slice":
-        return self._tensors[name]
+        return Slices(found)
 
 
 class _Slice:

@@ -10,21 +10,23 @@ from typing import Any
 
 import torch
 
+from megazoo.checkpoint.foreign import what_is
 from megazoo.checkpoint.generation import TOKEN_IDS, generation_config, with_token_ids
 from megazoo.checkpoint.places import CONFIG
 from megazoo.checkpoint.tensor_files import TensorFiles, pieces_of_file
 from megazoo.checkpoint.writing import json_bytes
-from megazoo.errors import UserError, some_of
+from megazoo.errors import UserError, nearest, some_of
 from megazoo.families.names import HFNames, Run, check_names, hf_names
 from megazoo.files import brief, json_object, read_bytes, without_mark
 from megazoo.formats.configs import config_from_file
 from megazoo.formats.source import ModelSource
 from megazoo.generate.settings import NOT_APPLIED, OF_FILES
-from megazoo.parallel.shard import Box, ParameterSpec, Piece, overlap
+from megazoo.parallel.shard import Box, ParameterSpec, Piece, in_parts, overlap
 from megazoo.sidecars import GENERATION
 from megazoo.tokenizer import sidecar_files_in
 
 OF_CONFIG = (*TOKEN_IDS, *(name for name in (*OF_FILES, *NOT_APPLIED) if name not in TOKEN_IDS))
+AT_ONCE = 1 << 20  # number of elements of a box that are copied or compared together
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
 
@@ -38,7 +40,6 @@ class HuggingFaceDirectory(ModelSource):
 
     def __init__(self, path: str | Path, files: TensorFiles | None = None):
         super().__init__(Path(path), files)
-        self.trainer = {}
         self.config = self._read_config()
         self._file_of = self._find_tensors()
         if self.config.layers > len(self._file_of):
@@ -50,8 +51,22 @@ class HuggingFaceDirectory(ModelSource):
         self._check_shapes()
 
     @cached_property
+    def trainer(self) -> dict:
+        return {}
+
+    @property
+    def home(self) -> Path:
+        """The directory of config.json and generation_config.json."""
+        return self.path
+
+    @property
+    def tokenizer_home(self) -> Path:
+        """The directory of the tokenizer's files."""
+        return self.path
+
+    @cached_property
     def sidecar_files(self) -> dict[str, bytes]:
-        found = sidecar_files_in(self.path)
+        found = sidecar_files_in(self.tokenizer_home)
         return ({GENERATION: json_bytes(self.generation)} if self.generation else {}) | found
 
     @property
@@ -61,17 +76,17 @@ class HuggingFaceDirectory(ModelSource):
 
     @cached_property
     def generation(self) -> dict:
-        file = self.path / GENERATION
+        file = self.home / GENERATION
         if file.is_file():
             return generation_config(file, read_bytes(file))
         config = self._config_values()  # older files have the settings here
         return {name: config[name] for name in OF_CONFIG if config.get(name) is not None}
 
     def _read_config(self) -> Any:
-        return config_from_file(self.path / CONFIG)
+        return config_from_file(self.home / CONFIG)
 
     def _config_values(self) -> dict:
-        file = self.path / CONFIG
+        file = self.home / CONFIG
         return with_token_ids(file, json_object(file, read_bytes(file)))
 
     def dtype_of(self, name: str) -> torch.dtype:
@@ -126,6 +141,8 @@ class HuggingFaceDirectory(ModelSource):
                 return dict.fromkeys(self.files.names(file), file)
             if index.is_file():
                 return self._read_index(index)
+        if found := what_is(self.path):
+            raise UserError(f"{self.path} {found}")
         raise UserError(
             f"{self.path} has no weights: it must contain one of {', '.join(WEIGHTS)}, or "
             "an index of such files"
@@ -201,25 +218,46 @@ class HuggingFaceDirectory(ModelSource):
         buffer that older versions of transformers wrote."""
         names, legacy = set(self._file_of), self.model.HUGGING_FACE.legacy
         extra = {name for name in names - wanted - optional if not re.fullmatch(legacy, name)}
+        missing, extra = self._stored_names(wanted - names), self._stored_names(extra)
         problems = []
-        if wanted - names:
-            problems.append(f"lacks {some_of(wanted - names)}")
+        if missing:
+            problems.append(f"lacks {some_of(missing)}")
         if extra:
             problems.append(f"has the unexpected {some_of(extra)}")
         if problems:
+            hint = nearest(min(extra), missing) if extra else ""
             raise UserError(
                 f"{self.path} {' and '.join(problems)}: its tensors do not match the "
-                f"{self.model.__name__} of its config"
+                f"{self.model.__name__} of its config{hint}"
             )
+
+    def _stored_names(self, names: set[str]) -> set[str]:
+        """Return the names that tensors have in the files, from their Hugging Face names."""
+        return names
 
     def _equal(self, *names: str) -> bool:
         """Return whether the given tensors have the same values."""
-        whole = []
-        for name in names:
-            place = (self._file_of[name], name)
-            shape = self.files.shape(*place)
-            whole.append(self.files.box(*place, shape, tuple((0, size) for size in shape)))
-        return torch.equal(*whole)
+        shapes = {self.files.shape(self._file_of[name], name) for name in names}
+        if len(shapes) > 1:
+            return False
+        (shape,) = shapes
+        return all(
+            torch.equal(*(self.files.box(self._file_of[name], name, shape, box) for name in names))
+            for box in in_parts(tuple((0, size) for size in shape), AT_ONCE)
+        )
+
+
+class CopiedBoxes(HuggingFaceDirectory):
+    """A model whose boxes can't be views of a file. Each one needs memory, so they are read a few
+    megabytes at a time."""
+
+    def read_pieces(
+        self, name: str, destination: torch.Tensor, spec: ParameterSpec, pieces: list[Piece]
+    ) -> None:
+        for piece in pieces:
+            for box in in_parts(piece.box, AT_ONCE):
+                offset = tuple(place.start for place in piece.index(box))
+                super().read_pieces(name, destination, spec, [Piece(box, offset)])
 
 
 def _shape_of(runs: list[Run], spec: ParameterSpec) -> tuple[int, ...]:

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from megazoo.errors import UserError
+from megazoo.formats.dcp.tensors import Chunk, Whole, place_in, whole_of
+from megazoo.formats.dcp.torch_files import load_torch
+from megazoo.formats.dcp.unpickling import StandIn, StoredTensor
 from megazoo.formats.megatron.names import LAYER, bare_name, is_state
-from megazoo.formats.megatron.tensors import Chunk, Whole, place_in, whole_of
-from megazoo.formats.megatron.torch_files import load_torch
-from megazoo.formats.megatron.unpickling import StandIn, StoredTensor
 from megazoo.parallel.shard import Piece
 
 FILE = "model_optim_rng.pt"

@@ -12,11 +12,12 @@ from megazoo.checkpoint.generation import generation_config
 from megazoo.checkpoint.tensor_files import pieces_of_file
 from megazoo.errors import UserError, advise, some_of
 from megazoo.files import read_bytes
+from megazoo.formats.dcp.metadata import METADATA, is_distributed
+from megazoo.formats.dcp.tensors import place_in
 from megazoo.formats.megatron.arguments import adds_one_to_norms, config_of, values_of
-from megazoo.formats.megatron.distributed import METADATA, read_distributed
+from megazoo.formats.megatron.distributed import read_distributed
 from megazoo.formats.megatron.legacy import is_legacy, read_legacy
 from megazoo.formats.megatron.names import EMBEDDING, HEAD, kind_of, their_names
-from megazoo.formats.megatron.tensors import place_in
 from megazoo.formats.source import ModelSource
 from megazoo.parallel.shard import Box, ParameterSpec, Piece, overlap, volume
 from megazoo.sidecars import GENERATION
@@ -33,7 +34,8 @@ def is_megatron(directory: Path) -> bool:
 
 def is_iteration(directory: Path) -> bool:
     """Return whether a directory has the files of one iteration."""
-    return (directory / METADATA).is_file() or is_legacy(directory)
+    has_metadata = (directory / METADATA).is_file() and not is_distributed(directory)
+    return has_metadata or is_legacy(directory)
 
 
 def find_iteration(path: Path, iteration: int | None = None) -> Path:

@@ -1,4 +1,4 @@
-"""Whole tensors of a Megatron-LM checkpoint, made of chunks in several files."""
+"""Whole tensors of a checkpoint, made of chunks in several files."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from megazoo.formats.megatron.torch_files import read_box
-from megazoo.formats.megatron.unpickling import StoredTensor
+from megazoo.formats.dcp.torch_files import read_box
+from megazoo.formats.dcp.unpickling import StoredTensor
 from megazoo.parallel.shard import Box, Piece, in_parts, overlap
 
 AT_ONCE = 1 << 18  # number of elements copied together, if they are not aligned in the file
@@ -30,7 +30,7 @@ class Chunk:
 
 
 class Whole(NamedTuple):
-    """A tensor of Megatron-LM, split into chunks."""
+    """A tensor that is split into chunks."""
 
     shape: tuple[int, ...]
     chunks: list[Chunk]

@@ -13,7 +13,7 @@ import torch
 
 from megazoo.errors import UserError
 from megazoo.files import regular_file
-from megazoo.formats.megatron.unpickling import Storage, StoredTensor, unpickle
+from megazoo.formats.dcp.unpickling import Storage, StoredTensor, unpickle
 from megazoo.parallel.shard import Box
 
 LARGEST_PICKLE = 1 << 28  # in bytes; a tensor needs a few hundred

@@ -1,0 +1,1 @@
+"""Read checkpoints of torch.distributed.checkpoint (DCP), without its classes."""
