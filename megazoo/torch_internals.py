@@ -25,6 +25,7 @@ __all__ = [
     "default_store",
     "end_openmp_threads",
     "flash_attention_operators",
+    "float8_product",
     "flop_formulas",
     "fused_adamw",
     "has_gradient_hooks",
@@ -42,6 +43,7 @@ __all__ = [
     "skip_frames",
     "storage_key",
     "store_of_a_thread",
+    "takes_float8_product",
     "takes_int8_product",
     "timeout_of",
     "varlen_attention",
@@ -208,6 +210,43 @@ def takes_int8_product(x: torch.Tensor, weight: torch.Tensor) -> bool:
     16, since it reads the weight in blocks of 16."""
     blocks = not any(size % 16 for size in weight.shape)
     return x.device.type == "cpu" and len(x) > 0 and weight.numel() > 0 and blocks
+
+
+def float8_product(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    dtype: torch.dtype,
+    fast: bool,
+) -> torch.Tensor:
+    """Return (a / scale_a) (b / scale_b)^T, [rows, columns], for float8 matrices.
+
+    torch 2.11 has no public function for a scale per row.
+
+    Args:
+        a: float8 [rows, inner], contiguous.
+        b: float8 [columns, inner], contiguous.
+        scale_a, scale_b: fp32 [1, 1]; or [rows, 1] and [columns, 1].
+        dtype: of the result.
+        fast: accumulate with fewer bits.
+    """
+    scales = {"scale_a": scale_a.reciprocal(), "scale_b": scale_b.reciprocal().t()}
+    return torch._scaled_mm(a, b.t(), **scales, out_dtype=dtype, use_fast_accum=fast)
+
+
+def takes_float8_product(
+    a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, is_rowwise: bool
+) -> bool:
+    """Return whether float8_product supports these matrices: on CUDA devices with float8, with
+    sizes that are multiples of 16; with a scale per row only for bfloat16."""
+    return (
+        a.is_cuda
+        and torch.cuda.get_device_capability(a.device) >= (8, 9)
+        and not any(size % 16 for size in (*a.shape, *b.shape))
+        and a.numel() > 0
+        and (dtype == torch.bfloat16 or not is_rowwise)
+    )
 
 
 def linear_by_onednn(

@@ -13,7 +13,7 @@ from megazoo.cli.starting import data_parallel_size, start_missing_ranks
 from megazoo.commands import torchrun_line
 from megazoo.environment import world_size
 from megazoo.errors import UserError
-from megazoo.layers import round_to_int8
+from megazoo.layers import round_to_float8, round_to_int8
 from megazoo.lora import load_from, merge
 from megazoo.lora.source import open_beside
 from megazoo.models.base import Model
@@ -61,6 +61,9 @@ class InferenceOptions(ImportOption, VerifyOption):
     int8: bool = False
     """Quantize the matrices of the layers to 8 bits. They need a quarter of the memory of fp32. On
     CPUs generation is faster if the dimensions of each rank's matrices are multiples of 16."""
+    float8: bool = False
+    """Quantize the matrices of the layers to float8, as --int8 does to integers. On GPUs with
+    float8, the products are computed in float8."""
     fp32_precision: Literal["tf32", "ieee"] = "tf32"
     """Precision of float32 matrix products on CUDA. tf32: tensor cores, 10-bit mantissa, several
     times faster. ieee: full float32, as on CPUs."""
@@ -88,6 +91,8 @@ def run_with_model(
     keep_on_interrupt: see `start_missing_ranks`.
     """
     (path,) = required(options, "source")
+    if options.int8 and options.float8:
+        raise UserError("--int8 and --float8 both quantize the matrices: use only one")
     source, options.adapter, note = open_with_base(path, options.adapter, options.verify)
     where = options.tokenizer or source.tokenizer
     if where is None:
@@ -134,10 +139,10 @@ def run_with_model(
         load_weights(source, model)
         if adapters:
             load_from(model, adapters)
-        if options.int8:
+        if options.int8 or options.float8:
             if adapters:
                 merge(model)
-            round_to_int8(model)
+            (round_to_int8 if options.int8 else round_to_float8)(model)
         work(model.eval(), tokenizer)
 
     start_missing_ranks(

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         MixtureOfExperts,
         RowParallelExperts,
     )
+    from megazoo.layers.float8 import multiply_in_float8, round_to_float8
     from megazoo.layers.layer import Layer
     from megazoo.layers.linear import ColumnParallelLinear, RowParallelLinear, round_to_int8
     from megazoo.layers.masks import MaskPerChunk, MaskPerWindow, Packed, segment_mask, window_mask
@@ -83,6 +84,8 @@ __getattr__, __dir__ = lazy_attributes(
         "attach_loss": "megazoo.layers.auxiliary",
         "gelu_tanh": "megazoo.layers.mlp",
         "rotate": "megazoo.layers.rotary",
+        "multiply_in_float8": "megazoo.layers.float8",
+        "round_to_float8": "megazoo.layers.float8",
         "round_to_int8": "megazoo.layers.linear",
         "segment_mask": "megazoo.layers.masks",
         "units_of_heads": "megazoo.layers.qkv",
@@ -126,7 +129,9 @@ __all__ = [
     "alibi_slopes",
     "attach_loss",
     "gelu_tanh",
+    "multiply_in_float8",
     "rotate",
+    "round_to_float8",
     "round_to_int8",
     "segment_mask",
     "units_of_heads",

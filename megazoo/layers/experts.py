@@ -26,7 +26,7 @@ from megazoo.parallel.regions import (
 from megazoo.parallel.shard import ParameterSpec, Shard, units_for
 
 
-class _StackedLinear(Layer):
+class StackedLinear(Layer):
     """Base class of the stacked linear layers of experts. share: the part of all tokens that the
     weights multiply. product, lora: as in the parallel linear layers."""
 
@@ -62,7 +62,7 @@ class _StackedLinear(Layer):
         return (self.lora or grouped_linear)(x, self.use("weight"), counts, **how)
 
 
-class ColumnParallelExperts(_StackedLinear):
+class ColumnParallelExperts(StackedLinear):
     """Compute y = x W^T for the rows of each expert, with the output features sharded over tp.
 
     The weight is [experts of this rank, this rank's outputs, in_features].
@@ -97,7 +97,7 @@ class ColumnParallelExperts(_StackedLinear):
         super().__init__((experts, sum(parts), in_features), shard, std, token_share, ctx)
 
 
-class RowParallelExperts(_StackedLinear):
+class RowParallelExperts(StackedLinear):
     """Compute y = x W^T for the rows of each expert, with the input features sharded over tp.
 
     y is partial on each tp rank: the caller sums it over tp, once for all experts of a token. The

@@ -51,19 +51,36 @@ def int8_linear(
     return y if bias is None else y + bias
 
 
-class Int8Product(nn.Module, Product):
-    """The product of a linear layer whose weight is rounded: see `int8_linear`. The weight is not
-    trained. scale: of the rows of the weight."""
+class RoundedProduct(nn.Module, Product):
+    """The product of a linear layer whose weight is rounded to 8 bits. The weight is not trained.
 
-    widens = False  # int8_linear chooses the dtype
+    scale: of the rows of the weight.
+    """
+
+    widens = False  # it chooses the dtype
 
     def __init__(self, scale: torch.Tensor):
         super().__init__()
         self.register_buffer("scale", scale, persistent=False)
 
+    def widened(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return a rounded weight in fp32."""
+        raise NotImplementedError
+
     def output(self, x, weight, bias=None, counts=None):
-        return int8_linear(x, weight, self.scale, bias)
+        dtype = product_dtype(x)  # float16 would overflow if scaled later
+        y = F.linear(x.to(dtype), self.widened(weight).to(dtype)).to(x.dtype)
+        return y if bias is None else y + bias
 
     def input_gradient(self, grad, weight, counts=None, total=None):
-        widened = (weight * self.scale[:, None]).to(grad.dtype)
-        return super().input_gradient(grad, widened, counts, total)
+        return super().input_gradient(grad, self.widened(weight).to(grad.dtype), counts, total)
+
+
+class Int8Product(RoundedProduct):
+    """The product of a weight that is rounded to int8: see `int8_linear`."""
+
+    def widened(self, weight):
+        return weight * self.scale[:, None]
+
+    def output(self, x, weight, bias=None, counts=None):
+        return int8_linear(x, weight, self.scale, bias)

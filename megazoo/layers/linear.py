@@ -1,17 +1,19 @@
 """Linear layers that are sharded over the tensor-parallel ranks, as in Megatron-LM (Shoeybi et al.
 2019)."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from megazoo.errors import UserError
-from megazoo.layers.int8 import Int8Product, rounded_to_int8
+from megazoo.layers.int8 import Int8Product, RoundedProduct, rounded_to_int8
 from megazoo.layers.layer import Layer
 from megazoo.layers.matmul import Inputs, Recompute, linear
 from megazoo.layers.product import PLAIN, Product
 from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.module import ROUNDED
 from megazoo.parallel.regions import (
     gather_from_tensor_parallel,
     scatter_to_tensor_parallel,
@@ -22,7 +24,7 @@ from megazoo.parallel.regions import leave_tensor_parallel_in_place as leave_ten
 from megazoo.parallel.shard import ParameterSpec, Shard, units_for
 
 
-class _ParallelLinear(Layer):
+class ParallelLinear(Layer):
     """Base class of both linear layers.
 
     product: multiplies; PLAIN, an Int8Product (see round_to_int8), or another Product. lora:
@@ -56,7 +58,7 @@ class _ParallelLinear(Layer):
         return (self.lora or linear)(x, self.use("weight"), bias, **how)
 
 
-class ColumnParallelLinear(_ParallelLinear):
+class ColumnParallelLinear(ParallelLinear):
     """Compute y = x W^T + b with the output features sharded over tp.
 
     The weight of this rank is [this rank's outputs, in_features], and its bias [this rank's
@@ -127,7 +129,7 @@ class ColumnParallelLinear(_ParallelLinear):
         return gather_from_tensor_parallel(y, self.ctx, self.sizes) if self.gather_output else y
 
 
-class RowParallelLinear(_ParallelLinear):
+class RowParallelLinear(ParallelLinear):
     """Compute y = x W^T + b with the input features sharded over tp.
 
     Each rank computes a partial y. Their sum is returned on all ranks. The weight of this rank is
@@ -224,10 +226,23 @@ def round_to_int8(model: nn.Module) -> None:
         round_to_int8(model)
         model.generate(ids)
     """
+    round_weights(model, rounded_to_int8, Int8Product)
+
+
+def round_weights(
+    model: nn.Module,
+    rounded: Callable[[torch.Tensor, Any], tuple[torch.Tensor, torch.Tensor]],
+    product_of: Callable[[torch.Tensor], RoundedProduct],
+) -> None:
+    """Round the weights of all parallel linear layers of a model, in place.
+
+    rounded: returns a weight in 8 bits, and the scales of its rows. Its inputs may be sharded over
+    a group, the second argument. product_of: returns the product for the scales.
+    """
     layers = [
         layer
         for layer in model.modules()
-        if isinstance(layer, _ParallelLinear) and not isinstance(layer.product, Int8Product)
+        if isinstance(layer, ParallelLinear) and not isinstance(layer.product, RoundedProduct)
     ]
     if any(layer.storage is not None for layer in layers):
         raise UserError("weights can't be rounded with zero 3: load the model with another zero")
@@ -243,14 +258,14 @@ def round_to_int8(model: nn.Module) -> None:
     model.requires_grad_(False)
     for layer in layers:
         cut_inputs = layer.ctx.tp_group if isinstance(layer, RowParallelLinear) else None
-        weight, scale = rounded_to_int8(layer.weight.detach(), cut_inputs)
-        layer.weight, layer.product = nn.Parameter(weight, requires_grad=False), Int8Product(scale)
+        weight, scale = rounded(layer.weight.detach(), cut_inputs)
+        layer.weight, layer.product = nn.Parameter(weight, requires_grad=False), product_of(scale)
 
 
 def refuse_rounded(model: nn.Module, what: str) -> None:
     """Raise UserError if weights of a model are rounded to 8 bits. what: the operation, e.g.
     "saved"."""
-    if any(parameter.dtype == torch.int8 for parameter in model.parameters()):
+    if any(parameter.dtype in ROUNDED for parameter in model.parameters()):
         raise UserError(
             f"weights that are rounded to 8 bits can't be {what}: do that before rounding"
         )

@@ -22,6 +22,7 @@ from megazoo.parallel.shard import Box, ParameterSpec, Piece
 from megazoo.parallel.staging import Upload
 from megazoo.torch_internals import copy_each
 
+ROUNDED = (torch.int8, torch.uint8)  # dtypes of weights that are rounded to 8 bits
 TILE = 128  # rows and columns of the blocks in which initial values are drawn
 
 
@@ -143,10 +144,10 @@ class ShardedModule(nn.Module):
         for name, parameter in self._parameters.items():
             given = state_dict.get(prefix + name)
             for tensor, where in ((parameter, "the model"), (given, "the given state")):
-                if tensor is not None and tensor.dtype == torch.int8:
+                if tensor is not None and tensor.dtype in ROUNDED:
                     raise UserError(
                         f"{prefix}{name} is rounded to 8 bits in {where}: load the weights first, "
-                        "then call round_to_int8(model)"
+                        "then round them"
                     )
         super()._load_from_state_dict(state_dict, prefix, *rest)
 

@@ -10,6 +10,7 @@ from megazoo.checkpoint import load
 from megazoo.data.loading import Batches
 from megazoo.environment import is_rank_zero
 from megazoo.evaluation.classifying import Tally, evaluate_rows
+from megazoo.layers import multiply_in_float8
 from megazoo.losses.reference import Reference
 from megazoo.models.base import Model
 from megazoo.models.pretrained import load_weights
@@ -53,6 +54,8 @@ def build(run: Run, ctx: ParallelContext) -> tuple[Model, AdamW]:
     adapters = run.weights.adapters
     if run.source and (adapters or not run.resuming):
         load_weights(run.source, model)
+    if training.float8:
+        multiply_in_float8(model, training.float8)
     add_adapters(model, options, run.weights.settings)
     if training.train_only:
         model.train_only(training.train_only)

@@ -376,6 +376,14 @@ class TrainingOptions:
     fp32_precision: Literal["tf32", "ieee"] = "tf32"
     """Precision of float32 matrix products on CUDA. tf32: tensor cores, 10-bit mantissa, several
     times faster. ieee: full float32, as on CPUs."""
+    float8: Annotated[
+        Literal["tensorwise", "rowwise"] | None,
+        unset("{tensorwise,rowwise}", "off"),
+        about(megatron="fp8-recipe", torchtitan="quantize.linear.float8.recipe-name"),
+    ] = None
+    """Multiply in float8 in the linear layers and experts; not in the head. tensorwise: one scale
+    per tensor, the fastest. rowwise: one scale per row, more precise. It is faster on GPUs with
+    float8 only, and slower elsewhere."""
     initial_loss_scale: Annotated[float, about(least=1)] = 65536.0
     """Initial loss scale of a float16 run."""
     loss_scale_window: Annotated[int, about(least=1)] = 1000

@@ -9,7 +9,13 @@ import torch.nn.functional as F
 
 import megazoo
 from megazoo.errors import UserError
-from megazoo.layers import ColumnParallelLinear, RowParallelLinear, int8, round_to_int8
+from megazoo.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    int8,
+    round_to_float8,
+    round_to_int8,
+)
 from megazoo.layers.int8 import int8_linear, rounded_to_int8
 from megazoo.layers.product import PLAIN, Product
 from megazoo.programs import evaluate, generate
@@ -60,8 +66,8 @@ def test_no_rows_give_none():
 
 
 def logits_of(config, layout, rounded="layers"):
-    """The logits of many rows, which no kernel rounds to bfloat16; rounded: "layers" or "by hand",
-    the same by other means, or None."""
+    """The logits of many rows, which no kernel rounds to bfloat16; rounded: "layers" (to int8) or
+    "by hand", the same by other means; "float8" or "float8 by hand"; or None."""
     model = randomize(megazoo.from_config(config, context(**layout), seed=3)).eval()
     matrices = [
         module.weight.data
@@ -72,6 +78,12 @@ def logits_of(config, layout, rounded="layers"):
         matrix *= 10  # so that layers matter
     if rounded == "layers":
         round_to_int8(model)
+    elif rounded == "float8":
+        round_to_float8(model)
+    elif rounded == "float8 by hand":
+        for matrix in matrices:
+            scale = matrix.abs().amax(1, keepdim=True) / 448
+            matrix.copy_((matrix / scale).to(torch.float8_e4m3fn).float() * scale)
     elif rounded == "by hand":
         for matrix in matrices:
             scale = (matrix.abs().amax(1, keepdim=True) / 127).bfloat16().float()
@@ -82,12 +94,11 @@ def logits_of(config, layout, rounded="layers"):
 
 
 def test_a_model_computes_with_the_rounded_weights():
-    for config in MODELS.values():
-        rounded, by_hand, plain = (
-            logits_of(config, {}, how) for how in ("layers", "by hand", None)
-        )
+    for config, whole in product(MODELS.values(), (True, False)):
+        ways = ("layers", "by hand", None) if whole else ("float8", "float8 by hand", None)
+        rounded, by_hand, plain = (logits_of(config, {}, how) for how in ways)
         torch.testing.assert_close(rounded, by_hand, rtol=1e-5, atol=1e-5)
-        assert 1e-3 < (rounded - plain).norm() / plain.norm() < 0.1
+        assert 1e-3 < (rounded - plain).norm() / plain.norm() < (0.1 if whole else 0.3)
 
 
 LAYOUTS = [dict(tp=2, sp=True), dict(tp=4), dict(tp=2, pp=2), dict(tp=2), dict(pp=2)]
@@ -95,7 +106,7 @@ COMPARED = ["gpt2", "llama, one KV head", "mpt"]
 
 
 def logits_of_all(layout):
-    return [logits_of(MODELS[name], layout) for name in COMPARED]
+    return [logits_of(MODELS[name], layout, to) for name in COMPARED for to in ("layers", "float8")]
 
 
 @pytest.mark.parametrize("layout", marked_slow(LAYOUTS, lambda n, _: n > 2, name=layout_name))
@@ -158,12 +169,14 @@ def test_the_tools_round(tokenizer, tmp_path, monkeypatch, capsys):
     model = write_model(tmp_path, tokenizer) / "hf"
     (tmp_path / "text").write_text(PROMPT * 3)
     losses = []
-    for flags in ([], ["--int8"]):
+    for flags in ([], ["--int8"], ["--float8"]):
         arguments = [model, "--text", tmp_path / "text", "--device", "cpu", *flags]
         code, out, _ = run_main(evaluate, monkeypatch, capsys, *arguments)
         assert code == 0
         losses.append(float(re.search(r"loss +([\d.]+)", out)[1]))
-    assert losses[0] != losses[1] == pytest.approx(losses[0], rel=0.01)
+    assert len({*losses}) == 3
+    assert losses[1] == pytest.approx(losses[0], rel=0.01)
+    assert losses[2] == pytest.approx(losses[0], rel=0.05)
     arguments = [model, "--prompt", PROMPT, "--max-new-tokens", 4, "--device", "cpu", "--int8"]
     code, out, _ = run_main(generate, monkeypatch, capsys, *arguments)
     assert code == 0

@@ -13,7 +13,7 @@ FILES.append(PACKAGE / "lora" / "layers.py")
 PARAMETERS = {"weight", "bias", "A", "B"}
 # Functions that change parameters, or describe them: no forward calls them.
 OUTSIDE_OF_FORWARD = {
-    "round_to_int8": "rounds weights",
+    "round_weights": "rounds weights",
     "Router.batch_counted": "the engine changes the bias between batches",
     "Adapter.change": "the change of a weight that adapters are merged into",
 }
