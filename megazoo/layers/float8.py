@@ -254,7 +254,7 @@ def rounded_to_float8(
 
 
 def round_to_float8(model: nn.Module) -> None:
-    """Round the weights of all parallel linear layers of a model to float8, in place, for inference.
+    """Round the weights of all parallel linear layers of a model to float8, for inference.
 
     As `round_to_int8`, with scale = max |weight| / 448.
 
