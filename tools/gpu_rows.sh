@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Test and measure one GPU in at most eight minutes:
+# Test and measure one GPU in at most ten minutes:
 #
 #   bash tools/gpu_rows.sh DIRECTORY [--tiny]
 #
@@ -26,6 +26,7 @@ part() {
 
 part tests 75 "$python" -m pytest -m gpu tests/gpu --junitxml "$parts/tests.xml"
 for row in train-llama3.2-1b:70 train-gpt2-1.5b:70 train-llama3-8b:70 train-olmoe-1b-7b:70 \
+    float8-llama3-8b:95 zero3-llama3.2-1b:70 \
     decode-llama3.2-1b:40 decode-gpt2-1.5b:40; do
     name=${row%:*}
     part "$name" "${row#*:}" "$python" tools/benchmark.py gpu_rows --rows "$name" --pairs 5 \

@@ -57,7 +57,7 @@ def train_on_the_fake_device(preset: str) -> tuple:
     from benchmarks.cases import gpu_rows
 
     with pytest.MonkeyPatch.context() as patch, measure.watched() as audit:
-        patch.setattr(megazoo.ParallelContext, "from_torch", lambda device: measure.context())
+        patch.setattr(megazoo.ParallelContext, "from_torch", lambda device, zero: measure.context())
         patch.setattr(megazoo.models.base.Model, "compile", lambda model: model)
         patch.setattr(gpu_rows, "memory_of", lambda device: 10**9)
         patch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
@@ -84,5 +84,5 @@ def test_the_script_tries_every_row_on_the_cpu(tmp_path):
     found = json.loads((tmp_path / "gpu_rows.json").read_text())
     assert {part["exit"] for part in found["parts"].values()} == {0}
     assert found["tests"]["tests"] > 20
-    assert len(found["results"]) == 6
-    assert (tmp_path / "rows.md").read_text().count("\n") == 2 + 6
+    assert len(found["results"]) == 8
+    assert (tmp_path / "rows.md").read_text().count("\n") == 2 + 8

@@ -41,7 +41,7 @@ def training(preset: str, length: int, rows: int, pairs: int) -> Iterator[Result
         yield Result(f"{name}: {part}, of the step", seconds, steps)
 
 
-def model_of(preset: str, length: int, device: str, layers: int | None = None):
+def model_of(preset: str, length: int, device: str, layers: int | None = None, zero: int = 0):
     """Build the preset in bf16, without dropout, for this sequence length and number of layers."""
     import megazoo
     from megazoo.models.registry import find_config
@@ -51,7 +51,7 @@ def model_of(preset: str, length: int, device: str, layers: int | None = None):
     config = replace(config, layers=layers or config.layers)
     if hasattr(config, "embedding_dropout"):
         config = replace(config, **rates)
-    ctx = megazoo.ParallelContext.from_torch(device=device)
+    ctx = megazoo.ParallelContext.from_torch(device=device, zero=zero)
     return megazoo.from_config(config, ctx, dtype=torch.bfloat16)
 
 

@@ -1,5 +1,5 @@
 """Train and decode on one GPU: a row per model and task, against the device's bf16 peak or its
-memory bandwidth. tools/gpu_rows.sh runs the GPU tests, then each row for at most 70 seconds."""
+memory bandwidth. tools/gpu_rows.sh runs the GPU tests, then each row for at most 95 seconds."""
 
 import functools
 import time
@@ -38,6 +38,21 @@ def trained(preset: str, length: int, rows: int, setup: Setup) -> Result:
     return Result(f"{text}, against the peak", tokens, at_the_peak, (memory, 0), "tokens/s")
 
 
+def varied(what: str, preset: str, length: int, rows: int, setup: Setup) -> Result:
+    """Compare the tokens/s of compiled training in bf16 with and without a setting."""
+    if setup.tiny:
+        preset, (length, rows) = tiny_preset(preset), TINY_STEP
+    device = "cpu" if setup.tiny else "cuda"
+    found = [
+        alone(train, preset, length, rows, setup.pairs, device, **settings)
+        for settings in (VARIED[what], {})
+    ]
+    (layers, tokens, _, memory), (_, plain, _, memory_of_plain) = found
+    text = f"train {preset} with {layers} layers in bf16, compiled, {rows} x {length:,} tokens"
+    peaks = memory, memory_of_plain
+    return Result(f"{text}: {what}, against none", tokens, plain, peaks, "tokens/s")
+
+
 def decoded(preset: str, setup: Setup) -> Result:
     """Compare the tokens/s of greedy decoding with those of moving the weights' bytes."""
     if setup.tiny:
@@ -47,11 +62,17 @@ def decoded(preset: str, setup: Setup) -> Result:
     return Result(text, ours, reference, unit="tokens/s")
 
 
+VARIED: dict[str, dict] = {
+    "float8 tensorwise": {"float8": "tensorwise"},
+    "zero 3 at one rank": {"zero": 3},
+}
 ROWS: dict[str, tuple] = {
     "train-llama3.2-1b": (trained, "llama3.2-1b", 4096, 4),
     "train-gpt2-1.5b": (trained, "gpt2-1.5b", 1024, 16),
     "train-llama3-8b": (trained, "llama3-8b", 4096, 2),
     "train-olmoe-1b-7b": (trained, "olmoe-1b-7b", 4096, 2),
+    "float8-llama3-8b": (varied, "float8 tensorwise", "llama3-8b", 4096, 2),
+    "zero3-llama3.2-1b": (varied, "zero 3 at one rank", "llama3.2-1b", 4096, 4),
     "decode-llama3.2-1b": (decoded, "llama3.2-1b"),
     "decode-gpt2-1.5b": (decoded, "gpt2-1.5b"),
 }
@@ -66,16 +87,26 @@ def tiny_preset(preset: str) -> str:
 
 
 def train(
-    preset: str, length: int, rows: int, steps: int, device: str
+    preset: str,
+    length: int,
+    rows: int,
+    steps: int,
+    device: str,
+    float8: str | None = None,
+    zero: int = 0,
 ) -> tuple[int, list[float], list[float], int]:
     """Return the number of layers that fit, the tokens/s of each step, those at the device's peak,
     and the peak of memory in bytes. Two steps before the measurement compile."""
     import megazoo
+    from megazoo.layers import multiply_in_float8
     from megazoo.models.counts import flops_per_token
     from megazoo.trainer.metrics import peak_flops, peak_memory
 
     layers = layers_that_fit(preset, length, rows, memory_of(device))
-    model = model_of(preset, length, device, layers).compile()
+    model = model_of(preset, length, device, layers, zero)
+    if float8:
+        multiply_in_float8(model, float8)
+    model.compile()
     optimizer = megazoo.optim.AdamW(model, lr=1e-4, clip_grad=1.0)
     ids = torch.randint(0, model.config.vocab_size, (rows, length), device=device)
     tokens = []
