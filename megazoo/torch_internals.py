@@ -42,6 +42,7 @@ __all__ = [
     "skip_frames",
     "storage_key",
     "store_of_a_thread",
+    "stored_in_file",
     "takes_int8_product",
     "timeout_of",
     "varlen_attention",
@@ -358,6 +359,16 @@ def end_openmp_threads() -> None:
     if hasattr(library, "omp_pause_resource_all"):
         hard = 2
         library.omp_pause_resource_all(hard)
+
+
+def stored_in_file(file: str, offset: int, length: int) -> Any:
+    """Return what the metadata of torch.distributed.checkpoint has for a chunk in a file.
+
+    The reader of torch needs an object of this class, which only its writer makes.
+    """
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(file, offset, length)
 
 
 def flash_attention_operators() -> tuple[Callable, Callable]:

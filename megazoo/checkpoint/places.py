@@ -23,6 +23,7 @@ from megazoo.hub import local_directory
 
 MANIFEST, TRAINER, LATEST = "megazoo.json", "trainer.json", "latest"
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"  # in a Hugging Face directory
+DCP_METADATA = ".metadata"  # in a checkpoint of torch.distributed.checkpoint
 PARTIAL, REPLACED = "partial", "replaced"
 
 

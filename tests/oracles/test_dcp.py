@@ -23,11 +23,10 @@ from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.layout import Layout
 from megazoo.programs import convert, inspect_checkpoint
 from tests.support.dcp import (
-    HOW,
-    STEPS,
     forge,
-    plain_batch,
+    go_on,
     small_llama,
+    tensors_of,
     torchtitan_tensors,
     train_with_fsdp2,
     write,
@@ -35,46 +34,15 @@ from tests.support.dcp import (
 from tests.support.sampling import marked_slow
 from tests.support.training import (
     PeakMemory,
-    context,
     give_back_freed_memory,
     in_fresh_processes,
     layout_name,
     randomized_,
-    replica_rows,
     run_in_layout,
 )
 
 LAYOUTS = [{}, {"tp": 2}, {"pp": 2}, {"dp": 2, "zero": 3}]
 IDS = torch.randint(0, 61, (2, 16), generator=torch.Generator().manual_seed(2))
-
-
-def go_on(directory: Path, output: Path, layout: dict) -> list[float]:
-    """Train on from a checkpoint of FSDP2; return the losses."""
-    ctx = context(**layout)
-    source = open_source(directory)
-    model = megazoo.from_config(source.config, ctx, seed=3)
-    optimizer = megazoo.optim.AdamW(model, **HOW, clip_grad=0)
-    for group in optimizer.param_groups:  # torch's default: norms decay, too
-        group["weight_decay"] = HOW["weight_decay"]
-    first, losses = megazoo.checkpoint.load(source, model, optimizer)["step"], []
-    for step in range(first, first + STEPS[1]):
-        ids, targets = (replica_rows(tensor, ctx) for tensor in plain_batch(step))
-        losses.append(model.train_batch(ids, targets=targets, num_microbatches=2).item())
-        optimizer.step()
-    megazoo.checkpoint.save(output, first + STEPS[1], model, optimizer)
-    return losses
-
-
-def tensors_of(source) -> dict[str, torch.Tensor]:
-    """All of a source's tensors and states."""
-    tensors = {}
-    for name, spec in source.specs.items():
-        if name.rpartition(".")[2] in ("exp_avg", "exp_avg_sq"):
-            continue
-        for tensor in (name, *(f"{name}.{state}" for state in source.states_of(name))):
-            tensors[tensor] = torch.full(spec.shape, torch.nan)
-            source.read_into(tensor, tensors[tensor], spec, ParallelContext())
-    return tensors
 
 
 @pytest.mark.parametrize(

@@ -8,16 +8,18 @@ from pathlib import Path
 
 import torch
 
-from megazoo.checkpoint.places import CONFIG
+from megazoo.checkpoint.places import CONFIG, DCP_METADATA
 from megazoo.checkpoint.schema import MOST
 from megazoo.checkpoint.tensor_files import Slices, TensorFiles
 from megazoo.errors import UserError, nearest
 from megazoo.families.names import check_names, hf_names
-from megazoo.formats.dcp.metadata import METADATA, Entry, read_metadata
+from megazoo.formats.dcp.metadata import Entry, read_metadata
 from megazoo.formats.dcp.names import (
     EMBEDDING,
+    HEAD,
     IGNORED,
     OPTIMIZER,
+    STEP,
     Keys,
     sort_keys,
     torchtitan_names,
@@ -29,9 +31,6 @@ from megazoo.formats.hugging_face.directory import CopiedBoxes
 from megazoo.optim.base import MOMENTS
 from megazoo.parallel.shard import Box, ParameterSpec, Piece, overlap, volume
 from megazoo.tokenizer import has_tokenizer
-
-HEAD = "lm_head.weight"  # in models of transformers
-STEP = "step"  # the state with the number of optimizer steps
 
 
 def home_of(directory: Path) -> Path | None:
@@ -132,7 +131,7 @@ class DistributedCheckpoint(CopiedBoxes):
     @cached_property
     def _moments(self) -> dict[str, "DistributedCheckpoint"]:
         """For each state of the optimizer, a source with its values in place of the weights."""
-        sources, files = {}, dict.fromkeys(self._tensors, METADATA)
+        sources, files = {}, dict.fromkeys(self._tensors, DCP_METADATA)
         for state in MOMENTS:
             sources[state] = copy.copy(self)
             sources[state]._file_of = files
@@ -165,7 +164,7 @@ class DistributedCheckpoint(CopiedBoxes):
             if state in (*MOMENTS, STEP)
         }
         self._tensors = {name: self._whole(key) for name, key in (weights | states).items()}
-        return dict.fromkeys(weights, METADATA)
+        return dict.fromkeys(weights, DCP_METADATA)
 
     def _sorted_keys(self) -> Keys:
         """Return the keys of the model and of its optimizer. Raises UserError if the checkpoint has
