@@ -15,6 +15,7 @@ from megazoo.checkpoint.places import (
     LATEST,
     MANIFEST,
     TRAINER,
+    is_complete,
     is_step_name,
 )
 from megazoo.checkpoint.writing import METADATA
@@ -25,7 +26,7 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 WEIGHTS = re.compile(
     r"(model|optimizer)(_tp_\d+(_[a-z]{1,16}_\d+)?_pp_\d+(_dp_\d+)?|-\d+-of-\d+)?\.safetensors"
 )
-DCP_DATA = re.compile(r"__\d+_0\.distcp")
+DCP_DATA = re.compile(r"__\d+_[01]\.distcp")
 SMALL_FILES = (MANIFEST, DCP_METADATA, TRAINER, CONFIG, INDEX, ADAPTER_CONFIG)
 HEADER = b'{"__metadata__":' + json.dumps(METADATA, separators=(",", ":")).encode()
 DCP_HEADER = b"written by megazoo".ljust(64, b"\0")  # of a file of chunks, before the first one
@@ -69,7 +70,7 @@ def remove(directory: Path, heir: Path | None = None) -> bool:
 
 def is_of_run(step: Path, run: Any) -> bool:
     """Return whether a directory is a complete step of the run with this id, and not a link."""
-    if step.is_symlink() or not is_step_name(step.name) or not (step / MANIFEST).is_file():
+    if step.is_symlink() or not is_step_name(step.name) or not is_complete(step):
         return False
     try:
         return json.loads((step / TRAINER).read_bytes()).get("run") == run

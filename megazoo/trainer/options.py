@@ -660,6 +660,9 @@ class CheckpointOptions(VerifyOption):
     stops it.
 
     A run that torchrun restarts (--max-restarts) resumes from the latest checkpoint."""
+    save_format: Literal["shards", "dcp"] = "shards"
+    """Format of checkpoints. shards: safetensors files, with checksums. dcp: the format of
+    torch.distributed.checkpoint, for FSDP2, without checksums. Both resume in any layout."""
     save_interval: Annotated[int, about(trainer="save-steps", torchtitan="checkpoint.interval")] = 0
     """Steps between checkpoints. 0: only at the end."""
     async_save: bool = False

@@ -7,12 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import transformers
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import megazoo
+from megazoo import pretrain
+from megazoo.checkpoint import writing
 from megazoo.errors import UserError
 from megazoo.formats.dcp.export import write_dcp
+from megazoo.formats.dcp.source import DistributedCheckpoint
 from megazoo.formats.hugging_face.export import write_hugging_face
 from megazoo.formats.resharding import write_shards
 from megazoo.models.pretrained import open_source
@@ -24,9 +28,11 @@ from tests.support.dcp import (
     go_on_with_fsdp2,
     plain_batch,
     small_llama,
+    state_of,
     tensors_of,
 )
 from tests.support.families import TWINS, twin
+from tests.support.pretraining import losses
 from tests.support.sampling import marked_slow
 from tests.support.training import (
     PeakMemory,
@@ -98,7 +104,8 @@ ROUND_TRIPS = {
 
 
 @pytest.mark.parametrize("name", marked_slow([*ROUND_TRIPS], lambda number, _: number > 2))
-def test_torch_and_megazoo_read_every_bit(name, tmp_path):
+def test_torch_and_megazoo_read_every_bit(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(writing, "PIECE_BYTES", 1000)  # several chunks of a tensor
     hf = ROUND_TRIPS[name]()
     hf.save_pretrained(tmp_path / "hf")
     convert.main([str(tmp_path / "hf"), str(tmp_path / "dcp"), "--to", "dcp"])
@@ -191,3 +198,72 @@ def test_memory_does_not_grow_with_the_model(layers, tmp_path):
     (peak,) = in_fresh_processes(write_large, tmp_path / "hf", timeout=600)
     print(f"{sum(p.nbytes for p in hf.parameters()) / 1e6:.0f} MB, peak {peak / 1e6:.0f} MB")
     assert peak < 96 << 20 < sum(parameter.nbytes for parameter in hf.parameters())
+
+
+RUN = [
+    *"--seq-length 16 --global-batch-size 4 --micro-batch-size 1 --eval-steps 0 --lr 1e-3".split(),
+    *"--hidden-size 32 --layers 2 --lr-decay-steps 4 --mock-data --device cpu".split(),
+]
+LLAMA = "--model llama --dtype float32"
+RUNS = [
+    (LLAMA, "--tp 2", "--pp 2 --async-save"),
+    ("--model gpt2 --dtype bfloat16", "--dp 2 --zero 1 --async-save", "--dp 2"),
+    (LLAMA, "--dp 2 --zero 3", "--tp 2"),
+    ("--model pythia --dtype float32", "--tp 2 --pp 2", "--dp 2 --zero 2"),
+    ("--model mixtral --dtype float32", "--dp 2 --ep 2 --tp 2", "--tp 2"),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "first", "second"), marked_slow(RUNS, lambda number, _: number > 1), ids=str
+)
+def test_a_run_resumes_in_another_layout(model, first, second, ranks, tmp_path):
+    words = [*RUN, *model.split()]
+
+    def start(layout: str, run: str, *more: str) -> None:
+        arguments = [*words, *layout.split(), "--save", str(tmp_path / run), *more]
+        world = 4 if layout.count(" 2") - layout.count("zero 2") - layout.count("ep 2") > 1 else 2
+        ranks(pretrain.main, world, arguments)
+
+    start(first, "whole", "--steps", "4", "--metrics", str(tmp_path / "whole.jsonl"))
+    dcp_run = ["--save-format", "dcp", "--save-interval", "1", "--keep-last", "1"]
+    start(first, "run", "--steps", "2", *dcp_run, "--metrics", str(tmp_path / "run.jsonl"))
+    resume = ["--load", str(tmp_path / "run"), "--metrics", str(tmp_path / "run.jsonl")]
+    start(second, "run", "--steps", "4", *dcp_run, *resume)
+    expected, found = (losses(tmp_path / f"{name}.jsonl") for name in ("whole", "run"))
+    assert len(found) == 4
+    tolerance = 2e-2 if "bfloat16" in model else 1e-5
+    assert found == pytest.approx(expected, abs=tolerance)
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert names - {".lock"} == {"latest", "step_00000004"}
+    whole, source = (open_source(tmp_path / name) for name in ("whole", "run"))
+    assert isinstance(source, DistributedCheckpoint)
+    assert source.config == whole.config
+    before, after = tensors_of(whole), tensors_of(source)
+    assert after.keys() == {name.removesuffix(".master") for name in before}
+    for name, value in after.items():
+        worst = (before.get(f"{name}.master", before[name]) - value).abs().max()
+        assert worst < tolerance, name
+    convert.main([str(tmp_path / "run"), str(tmp_path / "hf"), "--to", "hf"])
+    expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="float32")
+    hf = transformers.AutoModelForCausalLM.from_config(expected.config, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(hf.parameters(), weight_decay=0.5)
+    weights, states = state_of(hf, optimizer, flat=True)
+    dcp.load({"model": weights, "optimizer": states}, checkpoint_id=source.path, no_dist=True)
+    assert all(torch.equal(weights[key], value) for key, value in expected.state_dict().items())
+    assert {value for key, value in states.items() if key.endswith(".weight_decay")} == {0.1, 0.0}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--lora-rank 2", "--save-format dcp can't hold adapters: use --save-format shards"),
+        ("--optimizer muon", "--save-format dcp can't hold the momentum of Muon: use"),
+        ("--ema 0.9", "--save-format dcp can't hold the averages of --ema: use"),
+    ],
+)
+def test_runs_that_the_format_can_not_hold_are_refused(words, message, tmp_path):
+    arguments = [*RUN, *LLAMA.split(), "--steps", "1", *words.split()]
+    with pytest.raises(UserError, match=message):
+        pretrain.main([*arguments, "--save-format", "dcp", "--save", str(tmp_path / "run")])
+    assert not (tmp_path / "run").exists()

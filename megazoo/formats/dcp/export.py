@@ -48,9 +48,10 @@ def write_dcp(
     blocks = list(blocks_of(source, dtype, progress))
     with new_directory(directory, overwrite, source.path) as staging:
         with verifying(source, source.all_files(states=True), ParallelContext()):
-            stored = write_chunks(staging / "__0_0.distcp", blocks, values_of(source))
-        write_small_files(source, staging, blocks[0].values.dtype)
-        write_metadata(staging, stored, path_of)
+            written = write_chunks(staging / "__0_0.distcp", blocks, values_of(source))
+        kind, sidecars = blocks[0].values.dtype, source.sidecar_files
+        write_small_files(staging, source.config, kind, source.generation, sidecars)
+        write_metadata(staging, written["tensors"], path_of)
 
 
 def blocks_of(
@@ -65,20 +66,24 @@ def blocks_of(
             tensors[state] = (f"{name}.{state}", source.dtype_of(f"{name}.{state}"))
         for part in parts_in_memory(source.model, name, spec):
             lazy = lazy_columns if part.transposed else lazy_rows
-            names = names_in_memory(source, name, part.name)
             for state, (stored, kind) in tensors.items():
                 values = lazy(source, stored, spec, part.runs, kind, progress)
-                keys = [f"{STATE}{each}.{state}" if state else MODEL + each for each in names]
+                keys = keys_of(source.config, name, part.name, state)
                 shape = spec.shape if part.matrix else values.shape
                 start = (*part.matrix, *(0 for _ in values.shape))
                 yield Block(keys, shape, start, values)
 
 
-def names_in_memory(source: ModelSource, name: str, part: str) -> list[str]:
-    """Return the names that a part of a tensor has in the model of transformers: two for the
-    embedding that is also the head."""
-    tied = name == "embedding.weight" and getattr(source.config, "tie_embeddings", False)
-    return [part, HEAD] if tied and not source.config.num_labels else [part]
+def keys_of(config: Any, name: str, part: str, state: str = "") -> list[str]:
+    """Return the keys of a part of a weight, or of one of its moments.
+
+    An embedding that is also the head has two, but its moments have one, as in torch. name: of the
+    megazoo tensor. part: see `parts_in_memory`.
+    """
+    if state in MOMENTS:
+        return [f"{STATE}{part}.{state}"]
+    tied = name == "embedding.weight" and getattr(config, "tie_embeddings", False)
+    return [MODEL + each for each in ([part, HEAD] if tied and not config.num_labels else [part])]
 
 
 def values_of(source: ModelSource) -> list[Value]:
@@ -87,8 +92,7 @@ def values_of(source: ModelSource) -> list[Value]:
     for name, spec in source.specs.items():
         if _moments_of(source, name):
             for part in parts_in_memory(source.model, name, spec):
-                names = names_in_memory(source, name, part.name)
-                groups[not spec.decays].update(dict.fromkeys(names))
+                groups[not spec.decays][part.name] = None
     if not source.has_states:
         return []
     state = checked_state(source.trainer, OptimizerState, source.path / TRAINER)

@@ -3,16 +3,21 @@ model, with the optimizer state of AdamW."""
 
 import copy
 import math
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from megazoo.checkpoint.places import CONFIG, DCP_METADATA
+from megazoo.checkpoint.foreign import what_is
+from megazoo.checkpoint.places import CONFIG, DCP_METADATA, TRAINER
 from megazoo.checkpoint.schema import MOST
 from megazoo.checkpoint.tensor_files import Slices, TensorFiles
 from megazoo.errors import UserError, nearest
 from megazoo.families.names import check_names, hf_names
+from megazoo.families.registry import config_from_dict
+from megazoo.files import convert, json_object, read_bytes
 from megazoo.formats.dcp.metadata import Entry, read_metadata
 from megazoo.formats.dcp.names import (
     EMBEDDING,
@@ -31,6 +36,16 @@ from megazoo.formats.hugging_face.directory import CopiedBoxes
 from megazoo.optim.base import MOMENTS
 from megazoo.parallel.shard import Box, ParameterSpec, Piece, overlap, volume
 from megazoo.tokenizer import has_tokenizer
+
+MODEL = "model"  # the key in trainer.json, of a RunModel
+
+
+@dataclass
+class RunModel:
+    """The model of a run in trainer.json: its family, and the fields of its config."""
+
+    family: str
+    config: dict[str, Any]
 
 
 def home_of(directory: Path) -> Path | None:
@@ -58,7 +73,7 @@ class DistributedCheckpoint(CopiedBoxes):
     def __init__(self, path: str | Path):
         path = Path(path)
         if home_of(path) is None:
-            raise UserError(f"{path} has no {CONFIG}: copy the model's {CONFIG} there")
+            raise UserError(f"{path} {what_is(path)}")
         entries = read_metadata(path, lambda key: not IGNORED.fullmatch(key))
         # No weight is a single number. Entries that are not tensors belong to the program.
         self._entries: dict[str, Entry] = {key: e for key, e in entries.items() if e is not None}
@@ -76,11 +91,35 @@ class DistributedCheckpoint(CopiedBoxes):
 
     @property
     def tokenizer(self) -> str | None:
-        return str(self.tokenizer_home) if has_tokenizer(self.tokenizer_home) else None
+        found = has_tokenizer(self.tokenizer_home)
+        return str(self.tokenizer_home) if found else super().tokenizer
+
+    @property
+    def is_of_run(self) -> bool:
+        return (self.path / TRAINER).is_file()
+
+    @cached_property
+    def _trainer_json(self) -> dict:
+        file = self.path / TRAINER
+        return json_object(file, read_bytes(file))
+
+    def _read_config(self) -> Any:
+        """Return the config of the run, which has values that config.json lacks."""
+        if not self.is_of_run:
+            return super()._read_config()
+        file, model = self.path / TRAINER, self._trainer_json.get(MODEL)
+        try:
+            found = convert(model, RunModel, MODEL)
+            return config_from_dict(found.family, found.config)
+        except UserError as error:
+            raise UserError(f"{file}: {error}") from None
 
     @cached_property
     def trainer(self) -> dict:
-        """The state of a run that continues after the optimizer's steps, with new data."""
+        """The contents of trainer.json of a run of megazoo; otherwise the state of a run that
+        continues after the optimizer's steps, with new data."""
+        if self.is_of_run:
+            return self._trainer_json
         if not self.has_states:
             return {}
         counts = [e for name, e in self._tensors.items() if name.endswith(f".{STEP}")]

@@ -4,10 +4,12 @@ metadata that locates them."""
 import pickle
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import torch
+from zlib_ng.zlib_ng import crc32
 
+from megazoo.checkpoint.directories import stamp
 from megazoo.checkpoint.ownership import DCP_HEADER
 from megazoo.checkpoint.places import DCP_METADATA
 from megazoo.checkpoint.writing import (
@@ -56,17 +58,21 @@ class Stored(NamedTuple):
     size: tuple[int, ...] = ()
 
 
-def write_chunks(path: Path, blocks: Iterable[Block], values: Iterable[Value]) -> list[Stored]:
+def write_chunks(path: Path, blocks: Iterable[Block], values: Iterable[Value]) -> dict:
     """Write a file of chunks, each of a few megabytes. When the call returns, it is on the disk.
-    Raises UserError, with its name, for a tensor that is not finite."""
-    stored = []
-    with open(path, "xb") as file:
+
+    Returns the "files", "stamps" and "tensors" of the file: see `write_rank` of shards. Raises
+    UserError, with its name, for a tensor that is not finite.
+    """
+    stored: list[Stored] = []
+    with open(path, "xb") as opened:
+        file = _Summed(opened)
         file.write(DCP_HEADER)
 
         def write(keys: list[str], value: Any, **where: Any) -> None:
-            offset = file.tell()
-            torch.save(value, file)
-            length = file.tell() - offset
+            offset = file.size
+            torch.save(value, cast(BinaryIO, file))
+            length = file.size - offset
             file.write(bytes(-length % ALIGNMENT))
             stored.extend(Stored(key, path.name, offset, length, **where) for key in keys)
 
@@ -81,9 +87,25 @@ def write_chunks(path: Path, blocks: Iterable[Block], values: Iterable[Value]) -
                 row += len(piece)
         for keys, value in values:
             write(keys, value, dtype=value.dtype if isinstance(value, torch.Tensor) else None)
-        file.flush()
-        sync(file.fileno())
-    return stored
+        opened.flush()
+        sync(opened.fileno())
+    info = {"size": file.size, "crc32": file.crc32}
+    return {"files": {path.name: info}, "stamps": {path.name: stamp(path)}, "tensors": stored}
+
+
+class _Summed:
+    """Writes to a file, and computes its size and checksum."""
+
+    def __init__(self, file: BinaryIO):
+        self.file, self.size, self.crc32 = file, 0, 0
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        self.size, self.crc32 = self.size + len(view), crc32(view, self.crc32)
+        return self.file.write(view)
+
+    def flush(self) -> None:
+        self.file.flush()
 
 
 def write_metadata(

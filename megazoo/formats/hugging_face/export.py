@@ -62,19 +62,26 @@ def write_model(
     `write_hugging_face`."""
     limit = parse_size(max_shard_size)
     tensors = hugging_face_tensors(source, dtype, progress)
-    write_small_files(source, directory, next(iter(tensors.values())).dtype)
+    dtype = next(iter(tensors.values())).dtype
+    write_small_files(directory, source.config, dtype, source.generation, source.sidecar_files)
     with verifying(source, source.all_files(states=False), ParallelContext()):
         _write_weights(directory, _cut_into_files(tensors, limit))
 
 
-def write_small_files(source: ModelSource, directory: Path, dtype: torch.dtype) -> None:
-    """Write config.json and the sidecar files. dtype: of the weights."""
+def write_small_files(
+    directory: Path,
+    config: Any,
+    dtype: torch.dtype,
+    generation: dict,
+    sidecar_files: dict[str, bytes],
+) -> None:
+    """Write config.json and the sidecar files. dtype: of the weights. generation: the values of
+    generation_config.json."""
     # Without these, transformers assumes the default ids of its models.
-    config = {name: source.generation.get(name) for name in TOKEN_IDS}
-    config |= hugging_face_config(source.config)
-    config["dtype"] = str(dtype).removeprefix("torch.")
-    write_json(directory / CONFIG, config)
-    for name, data in source.sidecar_files.items():
+    values = {name: generation.get(name) for name in TOKEN_IDS} | hugging_face_config(config)
+    values["dtype"] = str(dtype).removeprefix("torch.")
+    write_json(directory / CONFIG, values)
+    for name, data in sidecar_files.items():
         write_atomically(directory / name, data)
 
 
