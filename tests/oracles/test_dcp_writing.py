@@ -66,7 +66,7 @@ def saved_run(ranks, directory: Path, dtype: str, layout: dict, **fields) -> Pat
 
 
 CASES = [
-    ({"tp": 2}, "float32", False, 2, {}),
+    ({"tp": 2}, "bfloat16", False, 2, {}),
     ({"pp": 2}, "bfloat16", True, 1, {"tie_word_embeddings": True}),
     ({"dp": 2, "zero": 3}, "float32", False, 2, {"tie_word_embeddings": True}),
     ({"tp": 2, "pp": 2}, "bfloat16", True, 2, {}),
@@ -103,7 +103,7 @@ ROUND_TRIPS = {
 }
 
 
-@pytest.mark.parametrize("name", marked_slow([*ROUND_TRIPS], lambda number, _: number > 2))
+@pytest.mark.parametrize("name", marked_slow([*ROUND_TRIPS], lambda number, _: number > 1))
 def test_torch_and_megazoo_read_every_bit(name, tmp_path, monkeypatch):
     monkeypatch.setattr(writing, "PIECE_BYTES", 1000)  # several chunks of a tensor
     hf = ROUND_TRIPS[name]()
@@ -215,7 +215,7 @@ RUNS = [
 
 
 @pytest.mark.parametrize(
-    ("model", "first", "second"), marked_slow(RUNS, lambda number, _: number > 1), ids=str
+    ("model", "first", "second"), marked_slow(RUNS, lambda number, _: number > 0), ids=str
 )
 def test_a_run_resumes_in_another_layout(model, first, second, ranks, tmp_path):
     words = [*RUN, *model.split()]
