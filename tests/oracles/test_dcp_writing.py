@@ -1,6 +1,9 @@
 """Checkpoints of torch.distributed.checkpoint that megazoo writes: FSDP2 goes on from them as
 megazoo does, and they hold every tensor to the bit."""
 
+import errno
+import io
+import os
 import sys
 from pathlib import Path
 
@@ -15,6 +18,7 @@ import megazoo
 from megazoo import pretrain
 from megazoo.checkpoint import writing
 from megazoo.errors import UserError
+from megazoo.formats.dcp import writing as dcp_writing
 from megazoo.formats.dcp.export import write_dcp
 from megazoo.formats.dcp.source import DistributedCheckpoint
 from megazoo.formats.hugging_face.export import write_hugging_face
@@ -177,6 +181,18 @@ def test_what_torch_can_not_continue_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"has Muon's momentum of .*: write only the weights, with"):
         convert.main([str(tmp_path / "run"), str(tmp_path / "dcp"), "--to", "dcp"])
     assert not (tmp_path / "dcp").exists()
+
+
+def test_a_full_disk_is_told_in_one_line(tmp_path, monkeypatch):
+    class Full(io.RawIOBase):
+        def write(self, _):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    small_llama().save_pretrained(tmp_path / "hf")
+    monkeypatch.setattr(dcp_writing, "open", lambda *_: Full(), raising=False)
+    with pytest.raises(UserError, match=r"can't write .*dcp: No space left on device$"):
+        convert.main([str(tmp_path / "hf"), str(tmp_path / "dcp"), "--to", "dcp"])
+    assert {path.name for path in tmp_path.iterdir()} <= {"hf", ".dcp.lock"}
 
 
 def write_large(directory: Path) -> int:

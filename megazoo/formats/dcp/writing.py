@@ -1,10 +1,11 @@
 """Write the files of a checkpoint of torch.distributed.checkpoint: chunks of tensors, and the
 metadata that locates them."""
 
+import io
 import pickle
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from zlib_ng.zlib_ng import crc32
@@ -71,7 +72,9 @@ def write_chunks(path: Path, blocks: Iterable[Block], values: Iterable[Value]) -
 
         def write(keys: list[str], value: Any, **where: Any) -> None:
             offset = file.size
-            torch.save(value, cast(BinaryIO, file))
+            saved = io.BytesIO()  # torch would hide an error of the disk
+            torch.save(value, saved)
+            file.write(saved.getbuffer())
             length = file.size - offset
             file.write(bytes(-length % ALIGNMENT))
             stored.extend(Stored(key, path.name, offset, length, **where) for key in keys)
@@ -99,13 +102,9 @@ class _Summed:
     def __init__(self, file: BinaryIO):
         self.file, self.size, self.crc32 = file, 0, 0
 
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        self.size, self.crc32 = self.size + len(view), crc32(view, self.crc32)
-        return self.file.write(view)
-
-    def flush(self) -> None:
-        self.file.flush()
+    def write(self, data: bytes | memoryview) -> None:
+        self.size, self.crc32 = self.size + len(data), crc32(data, self.crc32)
+        self.file.write(data)
 
 
 def write_metadata(
