@@ -43,6 +43,7 @@ __all__ = [
     "skip_frames",
     "storage_key",
     "store_of_a_thread",
+    "stored_in_file",
     "takes_float8_product",
     "takes_int8_product",
     "timeout_of",
@@ -244,7 +245,7 @@ def takes_float8_product(
         a.is_cuda
         and torch.cuda.get_device_capability(a.device) >= (8, 9)
         and not any(size % 16 for size in (*a.shape, *b.shape))
-        and a.numel() > 0
+        and a.numel() > 0 < b.numel()
         and (dtype == torch.bfloat16 or not is_rowwise)
     )
 
@@ -397,6 +398,16 @@ def end_openmp_threads() -> None:
     if hasattr(library, "omp_pause_resource_all"):
         hard = 2
         library.omp_pause_resource_all(hard)
+
+
+def stored_in_file(file: str, offset: int, length: int) -> Any:
+    """Return what the metadata of torch.distributed.checkpoint has for a chunk in a file.
+
+    The reader of torch needs an object of this class, which only its writer makes.
+    """
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(file, offset, length)
 
 
 def flash_attention_operators() -> tuple[Callable, Callable]:

@@ -10,12 +10,13 @@ from typing import Any
 from megazoo.checkpoint.locks import output_lock
 from megazoo.checkpoint.ownership import check_place, check_replaceable, is_of_run, remove
 from megazoo.checkpoint.places import (
+    COMPLETE,
     LATEST,
-    MANIFEST,
     PARTIAL,
     REPLACED,
     asides,
     hidden_directories,
+    is_complete,
     step_name,
 )
 from megazoo.checkpoint.tensor_files import crc32_of
@@ -198,7 +199,7 @@ def _tidied(left: list[Path], name_of: Callable[[Path], Path]) -> list[Path]:
         final = name_of(path)
         if path.suffix == f".{REPLACED}" and not os.path.lexists(final):
             os.rename(path, final)
-        elif (path / MANIFEST).is_file():
+        elif is_complete(path):
             whole.append(path)
         else:
             remove(path, heir=final)
@@ -211,8 +212,13 @@ def _too_old(last: Path, keep: int, run) -> list[Path]:
     if not keep:
         return []
     steps = [path for path in last.parent.iterdir() if path != last and is_of_run(path, run)]
-    steps.sort(key=lambda step: ((step / MANIFEST).stat().st_mtime_ns, step))
+    steps.sort(key=lambda step: (_completed_at(step), step))
     return steps[: max(0, len(steps) + 1 - keep)]
+
+
+def _completed_at(step: Path) -> int:
+    last = next(file for name in COMPLETE if (file := step / name).is_file())
+    return last.stat().st_mtime_ns
 
 
 def _remove_step(step: Path) -> None:

@@ -8,7 +8,16 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from megazoo.checkpoint.places import CONFIG, INDEX, LATEST, MANIFEST, TRAINER, is_step_name
+from megazoo.checkpoint.places import (
+    CONFIG,
+    DCP_METADATA,
+    INDEX,
+    LATEST,
+    MANIFEST,
+    TRAINER,
+    is_complete,
+    is_step_name,
+)
 from megazoo.checkpoint.writing import METADATA
 from megazoo.errors import UserError
 from megazoo.sidecars import SIDECAR_FILES, TEMPLATE_FILE, TEMPLATE_FOLDER, is_sidecar
@@ -17,8 +26,10 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 WEIGHTS = re.compile(
     r"(model|optimizer)(_tp_\d+(_[a-z]{1,16}_\d+)?_pp_\d+(_dp_\d+)?|-\d+-of-\d+)?\.safetensors"
 )
-SMALL_FILES = (MANIFEST, TRAINER, CONFIG, INDEX, ADAPTER_CONFIG)
+DCP_DATA = re.compile(r"__\d+_[01]\.distcp")
+SMALL_FILES = (MANIFEST, DCP_METADATA, TRAINER, CONFIG, INDEX, ADAPTER_CONFIG)
 HEADER = b'{"__metadata__":' + json.dumps(METADATA, separators=(",", ":")).encode()
+DCP_HEADER = b"written by megazoo".ljust(64, b"\0")  # of a file of chunks, before the first one
 
 
 def remove(directory: Path, heir: Path | None = None) -> bool:
@@ -35,7 +46,8 @@ def remove(directory: Path, heir: Path | None = None) -> bool:
     """
     if directory.is_symlink() or not directory.is_dir():
         return False
-    (directory / MANIFEST).unlink(missing_ok=True)
+    for manifest in (MANIFEST, DCP_METADATA):
+        (directory / manifest).unlink(missing_ok=True)
     foreign = []
     for name in _names_in(directory):
         if _is_our_name(name) and _is_file(directory / name):
@@ -58,7 +70,7 @@ def remove(directory: Path, heir: Path | None = None) -> bool:
 
 def is_of_run(step: Path, run: Any) -> bool:
     """Return whether a directory is a complete step of the run with this id, and not a link."""
-    if step.is_symlink() or not is_step_name(step.name) or not (step / MANIFEST).is_file():
+    if step.is_symlink() or not is_step_name(step.name) or not is_complete(step):
         return False
     try:
         return json.loads((step / TRAINER).read_bytes()).get("run") == run
@@ -156,7 +168,11 @@ def _is_our_name(name: str) -> bool:
     small = re.fullmatch(r"(.*/)?\.(.*)\.partial", name)
     name = (small[1] or "") + small[2] if small else name
     fixed = name in (*SMALL_FILES, ADAPTER_WEIGHTS)
-    return fixed or is_sidecar(name) or bool(WEIGHTS.fullmatch(name))
+    return fixed or is_sidecar(name) or _holds_tensors(name)
+
+
+def _holds_tensors(name: str) -> bool:
+    return bool(WEIGHTS.fullmatch(name) or DCP_DATA.fullmatch(name))
 
 
 def _files_of_checkpoint(directory: Path) -> set[str]:
@@ -170,15 +186,16 @@ def _files_of_checkpoint(directory: Path) -> set[str]:
 
 
 def _files_of_export(directory: Path, names: list[str]) -> set[str]:
-    """Return the names of the files of a Hugging Face directory that megazoo wrote; none if it
-    wrote no weights there."""
+    """Return the names of the files of a Hugging Face directory, or of a checkpoint of
+    torch.distributed.checkpoint, that megazoo wrote; none if it wrote no weights there."""
     weights = {
         name
         for name in names
-        if WEIGHTS.fullmatch(name) and _is_file(directory / name) and _is_signed(directory / name)
+        if _holds_tensors(name) and _is_file(directory / name) and _is_signed(directory / name)
     }
     templates = filter(TEMPLATE_FILE.fullmatch, names)
-    return {*weights, CONFIG, INDEX, *SIDECAR_FILES, *templates} if weights else set()
+    small = {CONFIG, INDEX, DCP_METADATA, *SIDECAR_FILES}
+    return {*weights, *small, *templates} if weights else set()
 
 
 def _files_of_adapter(directory: Path) -> set[str]:
@@ -190,7 +207,8 @@ def _files_of_adapter(directory: Path) -> set[str]:
 
 
 def _is_signed(file: Path) -> bool:
-    """Return whether the header of a safetensors file names megazoo as its writer. The header
-    follows the eight bytes of its length."""
+    """Return whether the header of a file with tensors names megazoo as its writer. That of a
+    safetensors file follows the eight bytes of its length."""
     with open(file, "rb") as opened:
-        return opened.read(8 + len(HEADER))[8:] == HEADER
+        start = opened.read(max(8 + len(HEADER), len(DCP_HEADER)))
+    return start[8:].startswith(HEADER) or start.startswith(DCP_HEADER)

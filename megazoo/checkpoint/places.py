@@ -11,6 +11,9 @@ manifest is on disk. An older step of that name is `.step_00000100.RANDOM.replac
 removed. A manifest is written atomically, after all files that it names, and is removed first. So a
 directory with a manifest is complete, hidden or not, and a kill at any moment leaves the old
 checkpoint or the new one. The tools write their outputs in the same way.
+
+With --save-format dcp, a step has .metadata of torch.distributed.checkpoint in place of the
+manifest, and __RANK_0.distcp in place of the safetensors files.
 """
 
 import os
@@ -23,7 +26,14 @@ from megazoo.hub import local_directory
 
 MANIFEST, TRAINER, LATEST = "megazoo.json", "trainer.json", "latest"
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"  # in a Hugging Face directory
+DCP_METADATA = ".metadata"  # in a checkpoint of torch.distributed.checkpoint
 PARTIAL, REPLACED = "partial", "replaced"
+COMPLETE = (MANIFEST, DCP_METADATA)  # the file of a step that is written last
+
+
+def is_complete(directory: Path) -> bool:
+    """Return whether a directory has the file that is written last: it is a complete checkpoint."""
+    return any((directory / name).is_file() for name in COMPLETE)
 
 
 def step_name(step: int) -> str:
@@ -64,9 +74,7 @@ def present(directory: Path) -> Path:
     if directory.exists():
         return directory
     whole = [
-        aside
-        for aside in asides(directory)
-        if aside.suffix == f".{REPLACED}" or (aside / MANIFEST).is_file()
+        aside for aside in asides(directory) if aside.suffix == f".{REPLACED}" or is_complete(aside)
     ]
     # The new one, if it is known to be complete.
     return max(whole, key=lambda aside: aside.suffix == f".{PARTIAL}", default=directory)
@@ -91,18 +99,18 @@ def find_checkpoint(path: str | Path) -> Path:
         NoCheckpoint: if there is no complete step.
     """
     path = present(Path(path))
-    if (path / MANIFEST).is_file():
+    if is_complete(path):
         return path
     if (path / LATEST).is_file():
         name = (path / LATEST).read_text(errors="replace").strip()
-        if re.fullmatch(r"step_\d+", name) and (path / name / MANIFEST).is_file():
+        if re.fullmatch(r"step_\d+", name) and is_complete(path / name):
             return path / name
-    manifests = [*path.glob("step_*/" + MANIFEST), *path.glob(".step_*/" + MANIFEST)]
-    if not manifests and not path.is_dir():
+    steps = [*filter(is_complete, (*path.glob("step_*"), *path.glob(".step_*")))]
+    if not steps and not path.is_dir():
         raise NoCheckpoint(f"{path} is not a checkpoint: no such directory")
-    if not manifests:
+    if not steps:
         raise NoCheckpoint(f"{path} is not a checkpoint: it has neither {LATEST} nor {MANIFEST}")
-    return max((manifest.parent for manifest in manifests), key=_age)
+    return max(steps, key=_age)
 
 
 def has_checkpoint(path: Path) -> bool:

@@ -93,6 +93,11 @@ class Checkpoint(TensorSource):
 
     def __init__(self, path: str | Path, *, verify: bool = True):
         super().__init__(find_checkpoint(path))
+        if not (self.path / MANIFEST).is_file():
+            raise UserError(
+                f"{self.path} is a checkpoint of torch.distributed.checkpoint: open it with "
+                "megazoo.models.pretrained.open_source"
+            )
         self.verifies = verify
         file = self.path / MANIFEST
         self.manifest = read_manifest(file)

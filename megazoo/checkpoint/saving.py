@@ -19,6 +19,7 @@ from megazoo.checkpoint.shards import Files, check_rank, files_of_rank, write_ma
 from megazoo.checkpoint.writing import LazyTensor
 from megazoo.errors import UserError
 from megazoo.optim.adamw import AdamW
+from megazoo.optim.base import MASTER
 from megazoo.parallel.collectives import all_gather_objects
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.failure import is_of_communication
@@ -80,6 +81,7 @@ class Saver:
         background: `save` only copies this rank's tensors in memory; a thread writes them to disk
             while training continues.
         keep_last: number of checkpoints of this run to keep. 0 keeps all.
+        format: how a checkpoint is written.
         report: called on every rank with the line "saved PATH" when a checkpoint is on disk; in the
             background, by the thread.
         after: after(step, path) is called on every rank, in the caller's thread, when a checkpoint
@@ -101,11 +103,13 @@ class Saver:
         *,
         background: bool = False,
         keep_last: int = 0,
+        format: "Format | None" = None,
         report: Callable[[str], None] = lambda _: None,
         after: Callable[[int, Path], None] = lambda *_: None,
     ):
         self.directory, self.model, self.optimizer = directory, model, optimizer
         self.background, self.keep_last = background, keep_last
+        self.format = format or SHARDS
         self.report, self.after = report, after
         self.saved: Path | None = None  # the last step that is on disk
         self._step: int | None = None  # of the last `save`; None if it failed
@@ -180,7 +184,7 @@ class Saver:
                 _take_lock(stack, Path(self.directory), self.model.ctx)
                 self._lock = stack.pop_all()
 
-    def _copied(self, contents: "_StepContents") -> "_StepContents":
+    def _copied(self, contents: "StepContents") -> "StepContents":
         """Copy a step's contents to the memory of the previous copies. An error on one rank is
         raised on all."""
         ctx, copies = self.model.ctx, []
@@ -192,16 +196,18 @@ class Saver:
             self._error = error
         return copies[0] if copies else contents
 
-    def _write_in_thread(self, step: int, contents: "_StepContents") -> None:
+    def _write_in_thread(self, step: int, contents: "StepContents") -> None:
         try:
             self._write(step, contents)
         except BaseException as error:  # otherwise the error of a thread would be lost
             self._error = UserError(f"the thread that saves step {step} ended: {told(error)}", 1)
 
-    def _write(self, step: int, contents: "_StepContents") -> None:
+    def _write(self, step: int, contents: "StepContents") -> None:
         assert self.directory  # a run that saves has one
         try:
-            self.saved = _write_step(self.directory, step, contents, self.keep_last, self._group)
+            self.saved = _write_step(
+                self.directory, step, contents, self.keep_last, self.format, self._group
+            )
         except UserError as error:
             self._error = error
         except Exception as error:  # of the process group, if another rank has ended
@@ -221,18 +227,24 @@ class Saver:
             self.after(self._step, self.saved)
 
 
-class _StepContents(NamedTuple):
-    """The contents of a checkpoint that this rank writes."""
+class StepContents(NamedTuple):
+    """The contents of a checkpoint that this rank writes.
+
+    attached: the manifest's entries on what is attached to the model. settings: arguments of the
+    optimizer. masters: names of the parameters with fp32 master weights.
+    """
 
     ctx: ParallelContext
     family: str
-    config: object
+    config: Any
     files: Files
     trainer: dict
     sidecar_files: dict[str, bytes]
-    attached: dict  # entries of the manifest on what is attached to the model
+    attached: dict
+    settings: dict
+    masters: set[str]
 
-    def copied(self, copies: Copies) -> "_StepContents":
+    def copied(self, copies: Copies) -> "StepContents":
         """Return a copy in separate memory on the CPU.
 
         It returns when all copies are complete: later changes of parameters or state don't affect
@@ -253,7 +265,7 @@ class _StepContents(NamedTuple):
 
 def _contents_of_step(
     step: int, model, optimizer: AdamW | None, trainer: dict | None
-) -> _StepContents:
+) -> StepContents:
     states_of = optimizer.whole_states if optimizer else None
     trainer = dict(trainer or {})
     if optimizer:
@@ -261,7 +273,7 @@ def _contents_of_step(
         trainer["optimizer_steps"] = int(optimizer.steps.item())
     if optimizer and optimizer.loss_scale:
         trainer["loss_scale"] = optimizer.loss_scale.state()
-    return _StepContents(
+    return StepContents(
         ctx=model.ctx,
         family=model.family,
         config=model.config,
@@ -269,7 +281,50 @@ def _contents_of_step(
         trainer={**trainer, "step": step},
         sidecar_files=model.sidecar_files,
         attached=model.attached.entries_for_manifest(model) if model.attached else {},
+        settings=_settings_of(optimizer) if optimizer else {},
+        masters={name for name, states in optimizer.state.items() if MASTER in states}
+        if optimizer
+        else set(),
     )
+
+
+def _settings_of(optimizer: AdamW) -> dict[str, Any]:
+    """Return the arguments of AdamW for the parameters with weight decay."""
+    group = optimizer.param_groups[0]
+    names = ("lr", "betas", "eps", "weight_decay")
+    return {name: group[name] for name in names if name in group}
+
+
+class Format(NamedTuple):
+    """How the checkpoint of a step is written.
+
+    write_rank: write_rank(directory, contents) writes a rank's files, and returns a dictionary with
+    the "files" and "stamps" that `check_rank` needs. complete: complete(directory, contents,
+    written) writes the rest on rank 0, last the file that makes the checkpoint complete. written:
+    the results of `write_rank` of all ranks.
+    """
+
+    write_rank: Callable[[Path, StepContents], dict]
+    complete: Callable[[Path, StepContents, list[dict]], None]
+
+
+def _complete_shards(directory: Path, contents: StepContents, written: list[dict]) -> None:
+    write_manifest(
+        directory,
+        contents.family,
+        contents.config,
+        contents.ctx,
+        written,
+        contents.trainer,
+        contents.sidecar_files,
+        contents.attached,
+    )
+
+
+SHARDS = Format(
+    lambda directory, contents: write_rank(directory, contents.files, contents.ctx),
+    _complete_shards,
+)
 
 
 def _take_lock(stack: ExitStack, directory: Path, ctx: ParallelContext) -> None:
@@ -296,30 +351,19 @@ def _remove_if_empty(directory: Path) -> None:
 def _write_step(
     directory: Path,
     step: int,
-    contents: _StepContents,
+    contents: StepContents,
     keep_last: int,
+    format: Format = SHARDS,
     group: dist.ProcessGroup | None = None,
 ) -> Path:
     """Write a checkpoint from all ranks, and return its path. group: see `run_together`."""
-
-    def complete(staging: Path, written: list[dict]) -> None:
-        write_manifest(
-            staging,
-            contents.family,
-            contents.config,
-            contents.ctx,
-            written,
-            contents.trainer,
-            contents.sidecar_files,
-            contents.attached,
-        )
-
     write_together(
         directory,
         contents.ctx,
         begin=lambda: new_step(directory, step, keep_last, contents.trainer.get("run")),
         files=lambda: contents.files,
-        complete=complete,
+        write=lambda staging, _: format.write_rank(staging, contents),
+        complete=lambda staging, written: format.complete(staging, contents, written),
         group=group,
     )
     return directory / step_name(step)
@@ -332,6 +376,7 @@ def write_together(
     begin: Callable[[], AbstractContextManager[Path]],
     files: Callable[[], Files],
     complete: Callable[[Path, list[dict]], None],
+    write: Callable[[Path, Files], dict] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> None:
     """Write a directory from all ranks. If one rank fails, all raise the same UserError, and rank 0
@@ -343,6 +388,8 @@ def write_together(
         begin: returns, on rank 0, the context manager in which the directory is written. Its value
             is the temporary path.
         files: returns, on each rank, the files that this rank writes: see `write_rank`.
+        write: write(path, files) writes them, and returns a dictionary as `write_rank`, which is
+            the default.
         complete: complete(path, written) is called on rank 0, after each rank has checked its
             files. written: the results of `write_rank` of all ranks.
         group: see `run_together`.
@@ -351,7 +398,7 @@ def write_together(
     with ExitStack() as stack:
         staging, *_ = run(lambda: stack.enter_context(begin()), only_rank_zero=True)
         mine = files()
-        written = run(lambda: write_rank(staging, mine, ctx))
+        written = run(lambda: write(staging, mine) if write else write_rank(staging, mine, ctx))
         run(lambda: check_rank(staging, written[ctx.rank]))
 
         def end() -> None:

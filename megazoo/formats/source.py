@@ -32,6 +32,11 @@ class ModelSource(TensorSource):
     config: Any
 
     @property
+    def is_of_run(self) -> bool:
+        """Whether a run can resume from it."""
+        return False
+
+    @property
     def model(self) -> Family:
         """The family's class."""
         return FAMILIES[family_of(self.config)]
@@ -157,6 +162,10 @@ class HoldsAdapters(UserError):
 
 class SavedModel(SavedSource):
     """A checkpoint of a complete model. UserError if its tensors don't match the config."""
+
+    @property
+    def is_of_run(self) -> bool:
+        return True
 
     def _check_kind(self) -> None:
         if self.attached:

@@ -2,7 +2,7 @@
 `round_to_float8`."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,8 @@ from megazoo.layers.linear import ParallelLinear, round_weights
 from megazoo.layers.product import PLAIN, Product
 from megazoo.parallel.axes import Axis
 from megazoo.parallel.collectives import all_reduce, all_reduce_over
+from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.shard import ParameterSpec
 from megazoo.torch_internals import float8_product, takes_float8_product
 
 Recipe = Literal["tensorwise", "rowwise"]
@@ -31,7 +33,7 @@ class Scaled(NamedTuple):
     scale: torch.Tensor
 
 
-class Float8Product(Product):
+class Float8Product(nn.Module, Product):
     """The products of factors that are rounded to float8.
 
     A factor is multiplied by a scale, which brings its largest value to the largest number of
@@ -44,29 +46,51 @@ class Float8Product(Product):
 
     In a stack of matrices, each matrix and its rows have their scales. The largest value is reduced
     over the ranks of tp and cp that share the factor. The replicas of dp have different scales, as
-    micro-batches do.
+    micro-batches do; so have ranks that experts are sharded over.
 
     CUDA devices with float8 multiply it if all sizes are multiples of 16. Elsewhere the rounded
     factors are multiplied in fp32. Those of stacks are multiplied in the dtype of the activations.
 
     Args:
         recipe: how factors are scaled.
-        outputs, inputs, rows: the axes over which these dimensions are sharded.
-        stacked: whether the weight is a stack of matrices.
+        ctx: parallel context of the layer.
+        spec: how its weight is sharded: [outputs, inputs], or a stack of such matrices.
+
+    Raises:
+        UserError: The recipe is unknown.
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        outputs: Axes = (),
-        inputs: Axes = (),
-        rows: Axes = (),
-        stacked: bool = False,
-    ):
-        self.recipe, self.stacked = recipe, stacked
-        self.outputs, self.inputs, self.rows = outputs, inputs, rows
-        self.rowwise = recipe == "rowwise"
+    def __init__(self, recipe: Recipe, ctx: ParallelContext, spec: ParameterSpec):
+        super().__init__()
+        if recipe not in get_args(Recipe):
+            known = " or ".join(get_args(Recipe))
+            raise UserError(f"unknown recipe {recipe!r} of float8: use {known}")
+        self.recipe, self.ctx, self.spec = recipe, ctx, spec
+        self.stacked, self.rowwise = len(spec.shape) > 2, recipe == "rowwise"
         self.of_gradients = E4M3 if self.rowwise else E5M2
+
+    def extra_repr(self) -> str:
+        return self.recipe
+
+    def _axes(self, dim: int) -> Axes:
+        """Return the axes that shard a dimension of the weight."""
+        shards = [shard for shard in self.spec.shards_in(self.ctx) if shard.dim == dim]
+        return [self.ctx.tp if s.axis == "tp" else self.ctx.folded[s.axis] for s in shards]
+
+    @property
+    def outputs(self) -> Axes:
+        """The axes that shard the outputs."""
+        return self._axes(len(self.spec.shape) - 2)
+
+    @property
+    def inputs(self) -> Axes:
+        """The axes that shard the inputs."""
+        return self._axes(len(self.spec.shape) - 1)
+
+    @property
+    def rows(self) -> Axes:
+        """The axes that shard the rows. Ranks that experts are sharded over exchange rows."""
+        return [] if self.stacked and self._axes(0) else [self.ctx.cp]
 
     def output(self, x, weight, bias=None, counts=None):
         if counts is not None:
@@ -125,7 +149,7 @@ class Float8Product(Product):
         all_reduce_over(largest, axes, dist.ReduceOp.MAX)
         # as torchao: a quotient in fp32 may differ after compilation
         scale = (torch.finfo(dtype).max / largest.double().clamp(min=SMALLEST)).float()
-        return torch.exp2(scale.log2().floor()) if self.rowwise else scale
+        return _power_of_two(scale) if self.rowwise else scale
 
     @staticmethod
     def _multiplied(a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool = False) -> torch.Tensor:
@@ -170,6 +194,11 @@ class Float8Product(Product):
         return _there_and_back(x, self._scale(groups, axes, dtype)[group], dtype)
 
 
+def _power_of_two(scale: torch.Tensor) -> torch.Tensor:
+    """Round scales down to powers of two."""
+    return torch.exp2(scale.log2().floor())
+
+
 def _largest(x: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
     """Return the largest absolute values over some dimensions, which get the size 1, in fp32."""
     if not x.numel():
@@ -196,10 +225,10 @@ def multiply_in_float8(model: nn.Module, recipe: Recipe = "tensorwise") -> None:
 
     Args:
         model: the model, or any module with such layers.
-        recipe: "tensorwise" is the fastest. "rowwise" is more precise.
+        recipe: "tensorwise" or "rowwise": see Float8Product.
 
     Raises:
-        UserError: A layer has another product.
+        UserError: A layer has another product, or the recipe is unknown.
 
     Example:
         model = megazoo.from_config("llama-tiny", ctx, dtype=torch.bfloat16)
@@ -214,7 +243,7 @@ def multiply_in_float8(model: nn.Module, recipe: Recipe = "tensorwise") -> None:
             "megazoo.layers.product.PLAIN first"
         )
     for layer in layers:
-        layer.product = _product_of(layer, recipe)
+        layer.product = Float8Product(recipe, layer.ctx, layer.specs["weight"])
 
 
 class Float8WeightProduct(RoundedProduct):
@@ -232,9 +261,9 @@ class Float8WeightProduct(RoundedProduct):
         values = weight.view(E4M3)
         if not takes_float8_product(padded, values, x.dtype, is_rowwise=True):
             return super().output(x, weight, bias)
-        a = Float8Product("rowwise")._scaled(padded, (), ())
-        scales = a.scale, self.scale[:, None].reciprocal()
-        y = float8_product(a.values, values, *scales, x.dtype, fast=True)
+        scale = _power_of_two(torch.finfo(E4M3).max / _largest(padded, (1,)).clamp(min=SMALLEST))
+        scales = scale, self.scale[:, None].reciprocal()
+        y = float8_product(_rounded(padded, scale, E4M3), values, *scales, x.dtype, fast=True)
         y = y[: len(rows)].unflatten(0, x.shape[:-1])
         return y if bias is None else y + bias
 
@@ -269,14 +298,3 @@ def round_to_float8(model: nn.Module) -> None:
         model.generate(ids)
     """
     round_weights(model, rounded_to_float8, Float8WeightProduct)
-
-
-def _product_of(layer: Any, recipe: Recipe) -> Float8Product:
-    """Return the product of a layer, with the axes that shard its factors."""
-    ctx, spec, stacked = layer.ctx, layer.specs["weight"], isinstance(layer, StackedLinear)
-    axes: dict[int, list[Axis]] = {dim: [] for dim in range(len(spec.shape))}
-    for shard in spec.shards_in(ctx):
-        axes[shard.dim].append(ctx.tp if shard.axis == "tp" else ctx.folded[shard.axis])
-    *matrices, outputs, inputs = axes.values()
-    rows = [] if any(matrices) else [ctx.cp]  # experts get rows of all ranks
-    return Float8Product(recipe, outputs, inputs, rows, stacked)

@@ -63,6 +63,13 @@ class RoundedProduct(nn.Module, Product):
         super().__init__()
         self.register_buffer("scale", scale, persistent=False)
 
+    def _apply(self, fn, recurse: bool = True) -> "RoundedProduct":
+        """Move the module. The scales stay fp32, also for half() and to()."""
+        scale = self.scale
+        super()._apply(fn, recurse)
+        self.scale = scale.to(self.scale.device)
+        return self
+
     def widened(self, weight: torch.Tensor) -> torch.Tensor:
         """Return a rounded weight in fp32."""
         raise NotImplementedError

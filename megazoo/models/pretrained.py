@@ -88,7 +88,7 @@ def open_source(path: str | Path, *, verify: bool = True) -> ModelSource:
         raise UserError(
             f"{error}, nor {CONFIG}" if path.is_dir() else f"{path} is not a directory{hint}"
         ) from None
-    return SavedModel(step, verify=verify)
+    return DistributedCheckpoint(step) if is_distributed(step) else SavedModel(step, verify=verify)
 
 
 def from_pretrained(

@@ -402,8 +402,7 @@ class GradientBuckets:
         for index in range(self.launched, stop):
             axis = self.axes[index]
             if axis.size > 1:
-                # ZeRO-2 then frees its memory, and gloo its copy
-                while self.leaving and (self.zero > 1 or self.ctx.device.type == "cpu"):
+                while self.leaving and self._waits:
                     self._arrive()
                 bucket = self._filled(index)
                 work = reduce(bucket, axis.group, async_op=True)
@@ -412,6 +411,16 @@ class GradientBuckets:
                     for parameter, _ in self.members[index]:
                         parameter.grad = None
         self.launched = max(self.launched, stop)
+
+    @property
+    def _waits(self) -> bool:
+        """Whether one bucket is on its way at a time: ZeRO-2 frees its memory, and gloo a copy."""
+        if self.zero > 1:
+            return True
+        # A rank that gets no gradient reduces late. Replicas that wait for each other within a
+        # backward, in context parallelism and among experts, would then wait forever.
+        apart = self.ctx.cp_size == 1 and not self.ctx.folded
+        return self.ctx.device.type == "cpu" and apart
 
     @torch.no_grad()
     def _arrive(self) -> None:

@@ -205,26 +205,39 @@ class ShardedParameters:
 
     def watch(self, module: nn.Module) -> None:
         """Gather what a module has used again, before its backward."""
+        inputs: list[set[Node]] = []
 
-        def before(*_) -> None:
+        def before(_module, arguments: tuple) -> None:
+            inputs.append(_grad_fns(arguments))
             self._used.append({})
 
-        def after(_module, inputs: tuple, output: Any) -> None:
-            units = tuple(self._used.pop())
-            before_backward(inputs, output, lambda: self.gather(*units))
+        def after(_module, _arguments, output: Any) -> None:
+            self._before_backward(inputs.pop(), output)
 
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after)
 
     def run(self, function: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
         """Return function(*arguments); what it uses is gathered again before its backward."""
+        inputs = _grad_fns(arguments)
         self._used.append({})
         try:
             output = function(*arguments)
-        finally:
-            units = tuple(self._used.pop())
-        before_backward(arguments, output, lambda: self.gather(*units))
+        except BaseException:
+            self._used.pop()
+            raise
+        self._before_backward(inputs, output)
         return output
+
+    def _before_backward(self, inputs: set[Node], output: Any) -> None:
+        """Let the backward of a function, which has returned, gather first what it used.
+
+        inputs: the nodes of the graph that made its inputs. An input that it returns is not a
+        result of it.
+        """
+        units = tuple(self._used.pop())
+        for node in _grad_fns(output) - inputs:
+            node.register_prehook(lambda _: self.gather(*units))
 
     def every_flat(self) -> list[Flat]:
         """Return the tensors of all units, in the order of the forward."""
@@ -283,16 +296,6 @@ class ShardedParameters:
         if flat.axis.group is not None:
             gather_ranges(values, ranges, writer, flat.axis.group)
         return values.view(parameter.shape)
-
-
-def before_backward(inputs: Any, output: Any, call: Callable[[], None]) -> None:
-    """Let the backward of a function, such as a module, call another function first.
-
-    inputs, output: of the function. An input that it returns is not a result of it.
-    """
-    before = _grad_fns(inputs)
-    for grad_fn in _grad_fns(output) - before:
-        grad_fn.register_prehook(lambda _: call())
 
 
 def _grad_fns(tree: Any) -> set[Node]:

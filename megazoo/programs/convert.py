@@ -1,5 +1,6 @@
 """Convert a model from any format to shards for tensor and pipeline parallelism, to a Hugging Face
-directory, to the files of PEFT, or to a GGUF file, one tensor at a time.
+directory, to a checkpoint of torch.distributed.checkpoint (DCP), to the files of PEFT, or to a GGUF
+file, one tensor at a time.
 
 $ megazoo convert path/to/llama shards --tp 2 --pp 4 --dtype bfloat16
 $ megazoo convert EleutherAI/pythia-160m shards
@@ -11,15 +12,16 @@ $ megazoo convert model.gguf path/to/llama --to hf
 $ megazoo convert path/to/llama model.gguf --to gguf --quantize q8_0
 $ megazoo convert path/to/megatron-checkpoints shards --vocab-size 50257
 $ megazoo convert outputs/checkpoint/step-1000 shards
+$ megazoo convert runs/a for-fsdp --to dcp
 
 SOURCE is a Hugging Face directory, org/name[@revision] on the Hugging Face hub, a megazoo
 checkpoint, a checkpoint of torch.distributed.checkpoint (of FSDP2 or torchtitan, with the model's
 config.json in it or in its parent), a Megatron-LM checkpoint (torch_dist or torch; without its
-optimizer state), or a GGUF file (quantized weights become fp32). Shards include the optimizer state
-of the first two kinds of checkpoints. Checkpoints also load in other parallel layouts, but shards
-that match the layout load faster. --adapter merges a LoRA adapter into the weights, in fp32,
-rounded once. With --to hf and --to gguf, a checkpoint of adapters is merged into the base that it
-names. --to peft writes the adapters of such a checkpoint without their base.
+optimizer state), or a GGUF file (quantized weights become fp32). Shards and --to dcp include the
+optimizer state of the first two kinds of checkpoints. Checkpoints also load in other parallel
+layouts, but shards that match the layout load faster. --adapter merges a LoRA adapter into the
+weights, in fp32, rounded once. With --to hf, dcp and gguf, a checkpoint of adapters is merged into
+the base that it names. --to peft writes the adapters of such a checkpoint without their base.
 """
 
 from dataclasses import dataclass
@@ -31,6 +33,7 @@ from megazoo.cli.flags import parse_flags
 from megazoo.cli.options import ConversionOptions
 from megazoo.cli.parsing import required
 from megazoo.errors import UserError
+from megazoo.formats.dcp.export import blocks_of, write_dcp
 from megazoo.formats.gguf.export import write_gguf
 from megazoo.formats.hugging_face.export import parse_size, write_hugging_face
 from megazoo.formats.megatron.source import MegatronCheckpoint, is_megatron
@@ -49,10 +52,10 @@ from megazoo.trainer.adapters import open_with_base
 class Options(ConversionOptions):
     """Conversion."""
 
-    to: Literal["shards", "hf", "peft", "gguf"] = "shards"
+    to: Literal["shards", "hf", "dcp", "peft", "gguf"] = "shards"
     """Output format. shards: a megazoo checkpoint with one file per (tp, pp) rank. hf: a Hugging
-    Face directory. peft: the adapters of a LoRA checkpoint in the format of PEFT. gguf: a GGUF file
-    for llama.cpp."""
+    Face directory. dcp: a checkpoint of torch.distributed.checkpoint, with optimizer state. peft:
+    the adapters of a LoRA checkpoint in the format of PEFT. gguf: a GGUF file for llama.cpp."""
     tp: Annotated[int | None, unset("INT", "1")] = None
     """Tensor-parallel size of the shards. They also load in any other layout."""
     pp: Annotated[int | None, unset("INT", "1")] = None
@@ -85,8 +88,8 @@ def main(arguments: list[str]) -> None:
         if options.to != "gguf":
             check_replaceable(output, options.overwrite, adapters.path)
         source = MergedSource(source, adapters, config)
-    write = {"shards": to_shards, "hf": to_hf, "peft": to_peft, "gguf": to_gguf}[options.to]
-    print(write(source, output, options))
+    writers = {"shards": to_shards, "hf": to_hf, "dcp": to_dcp, "peft": to_peft, "gguf": to_gguf}
+    print(writers[options.to](source, output, options))
 
 
 def check_target(options: Options) -> None:
@@ -133,13 +136,24 @@ def to_shards(source: ModelSource, output: Path, options: Options) -> str:
     common = {"dtype": options.torch_dtype, "overwrite": options.overwrite}
     with byte_bar(source.total_bytes(options.torch_dtype), "convert") as bar:
         write_shards(source, output, tp, pp, **common, progress=bar.update)
+    return f"wrote {output}: {_contents(source)}, tp {tp} x pp {pp}; it loads in any layout"
+
+
+def _contents(source: ModelSource) -> str:
+    """Describe what is written with the optimizer state."""
     weights = "adapters" if isinstance(source, SavedAdapters) else "weights"
     state = f"{weights} and optimizer state" if source.has_states else weights
     name = name_of(source.path) or source.path.name
-    return (
-        f"wrote {output}: {source.model.__name__}, {state} of {name}, "
-        f"tp {tp} x pp {pp}; it loads in any layout"
-    )
+    return f"{source.model.__name__}, {state} of {name}"
+
+
+def to_dcp(source: ModelSource, output: Path, options: Options) -> str:
+    """Write a checkpoint of torch.distributed.checkpoint; return the line to print."""
+    common = {"dtype": options.torch_dtype, "overwrite": options.overwrite}
+    size = sum(block.values.nbytes for block in blocks_of(source, options.torch_dtype))
+    with byte_bar(size, "convert") as bar:
+        write_dcp(source, output, **common, progress=bar.update)
+    return f"wrote {output}: {_contents(source)}; torch.distributed.checkpoint.load reads it"
 
 
 def to_hf(source: ModelSource, output: Path, options: Options) -> str:

@@ -9,7 +9,7 @@ from megazoo.checkpoint.ownership import ADAPTER_CONFIG
 from megazoo.checkpoint.places import MANIFEST, find_checkpoint, named_directory
 from megazoo.errors import UserError
 from megazoo.files import brief
-from megazoo.formats.source import HoldsAdapters, ModelSource, SavedModel, SavedSource
+from megazoo.formats.source import HoldsAdapters, ModelSource
 from megazoo.lora.settings import LoRASettings
 from megazoo.lora.source import SavedAdapters, check_configs, open_model_or_adapters
 from megazoo.models.attachment import Attachment
@@ -46,7 +46,7 @@ class Weights(NamedTuple):
         """Return whether a model with `num_labels` labels gets a head initialized from the seed."""
         return bool(num_labels and not (self.base and self.base.config.num_labels))
 
-    def resumed(self, options: Options) -> SavedSource | None:
+    def resumed(self, options: Options) -> ModelSource | None:
         """Return the checkpoint that the run resumes from; None for a new run."""
         if options.checkpoint.load_weights_only:
             return None
@@ -54,7 +54,7 @@ class Weights(NamedTuple):
             return self.adapters
         if self.has_new_head(options.model.num_labels):  # that is another run
             return None
-        return self.base if isinstance(self.base, SavedModel) else None
+        return self.base if self.base and self.base.is_of_run else None
 
 
 NO_WEIGHTS = Weights()

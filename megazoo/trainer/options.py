@@ -382,8 +382,8 @@ class TrainingOptions:
         about(megatron="fp8-recipe", torchtitan="quantize.linear.float8.recipe-name"),
     ] = None
     """Multiply in float8 in the linear layers and experts; not in the head. tensorwise: one scale
-    per tensor, the fastest. rowwise: one scale per row, more precise. It is faster on GPUs with
-    float8 only, and slower elsewhere."""
+    per tensor. rowwise: one scale per row. Without a GPU that has float8, the products are
+    emulated, which is slower."""
     initial_loss_scale: Annotated[float, about(least=1)] = 65536.0
     """Initial loss scale of a float16 run."""
     loss_scale_window: Annotated[int, about(least=1)] = 1000
@@ -668,6 +668,9 @@ class CheckpointOptions(VerifyOption):
     stops it.
 
     A run that torchrun restarts (--max-restarts) resumes from the latest checkpoint."""
+    save_format: Literal["shards", "dcp"] = "shards"
+    """Format of checkpoints. shards: safetensors files, with checksums. dcp: the format of
+    torch.distributed.checkpoint, for FSDP2, without checksums. Both resume in any layout."""
     save_interval: Annotated[int, about(trainer="save-steps", torchtitan="checkpoint.interval")] = 0
     """Steps between checkpoints. 0: only at the end."""
     async_save: bool = False

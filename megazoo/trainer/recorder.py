@@ -9,8 +9,10 @@ from time import perf_counter
 from typing import Any
 
 from megazoo.checkpoint import Saver
+from megazoo.checkpoint.saving import SHARDS
 from megazoo.data import Batches
 from megazoo.errors import UserError
+from megazoo.formats.dcp.saving import DCP
 from megazoo.launching.absent import naming_absent_ranks
 from megazoo.layers.router import expert_loads
 from megazoo.models.base import Model
@@ -95,6 +97,7 @@ class Recorder:
             self.optimizer,
             background=keep.async_save,
             keep_last=keep.keep_last,
+            format=DCP if keep.save_format == "dcp" else SHARDS,
             report=print_rank_0,
             after=lambda step, path: self._call("on_save", step, path),
         )

@@ -9,7 +9,9 @@ from megazoo.data.sources import names_in, source_named
 from megazoo.engine.auxiliary import check_joint_losses, declared_losses
 from megazoo.errors import UserError, any_of
 from megazoo.families.config import fields_of_training
+from megazoo.families.names import check_names
 from megazoo.families.registry import FAMILIES, family_of, tiny_preset
+from megazoo.formats.hugging_face.export import hugging_face_config
 from megazoo.models.counts import whole_model
 from megazoo.models.pretrained import open_source, with_labels
 from megazoo.models.registry import find_config
@@ -180,6 +182,8 @@ def check_run(
         raise UserError(f"--ema {options.optimizer.ema} cannot be used with adapters: remove --ema")
     if options.evaluation.eval_tasks:
         _check_tasks(options, config)
+    if options.checkpoint.save_format == "dcp":
+        _check_dcp(options, model, config, weights)
     _check_outputs(options)
     _check_weights_stay(options, weights)
 
@@ -216,6 +220,23 @@ def _check_weights_stay(options: Options, weights: Weights) -> None:
                     f"--save {save} contains the weights that this run starts from: choose another "
                     "directory"
                 )
+
+
+def _check_dcp(options: Options, model, config, weights: Weights) -> None:
+    """Raise UserError if a checkpoint of torch.distributed.checkpoint can't hold the run."""
+    parts = {
+        "adapters": weights.settings or options.lora.lora_load,
+        "the momentum of Muon": options.optimizer.optimizer == "muon",
+        "the averages of --ema": options.optimizer.ema,
+    }
+    for part, there in parts.items():
+        if there:
+            raise UserError(f"--save-format dcp can't hold {part}: use --save-format shards")
+    try:
+        hugging_face_config(config)
+        check_names(model, (entry.name for entry in whole_model(config).entries()))
+    except UserError as error:
+        raise UserError(f"--save-format dcp: {error}") from None
 
 
 def _check_loss(options: Options, config, weights: Weights) -> None:

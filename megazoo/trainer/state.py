@@ -6,9 +6,9 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from megazoo.checkpoint import Checkpoint
 from megazoo.checkpoint.places import TRAINER
 from megazoo.checkpoint.schema import Count, checked_state
+from megazoo.checkpoint.source import TensorSource
 from megazoo.errors import UserError
 from megazoo.files import brief
 from megazoo.settings import described, typed_settings
@@ -77,7 +77,7 @@ def read_state(trainer: dict, file: Path) -> dict:
     return {**trainer, "callbacks": {"outputs": runs, **state.callbacks}}
 
 
-def resumed_state(checkpoint: Checkpoint | None, kind: type = Options) -> dict:
+def resumed_state(checkpoint: TensorSource | None, kind: type = Options) -> dict:
     """Return the state of a run: its step, samples and tokens consumed, and settings.
 
     Without a checkpoint, it is the initial state. kind: `Options`, with the settings of registered

@@ -103,18 +103,18 @@ def fail_on_rank_1(directory, background, where):
     def fail(*_):
         raise MemoryError("no more")
 
-    original = saving.write_rank, saving._StepContents.copied
+    original = saving.write_rank, saving.StepContents.copied
     if model.ctx.rank == 1 and where == "write":
         saving.write_rank = fail
     elif model.ctx.rank == 1:
-        saving._StepContents.copied = fail
+        saving.StepContents.copied = fail
     try:
         with Saver(directory, model, megazoo.optim.AdamW(model), background=background) as saver:
             saver.save(1, {})
     except UserError as error:
         return str(error)
     finally:
-        saving.write_rank, saving._StepContents.copied = original
+        saving.write_rank, saving.StepContents.copied = original
     return None
 
 

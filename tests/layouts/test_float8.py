@@ -1,5 +1,6 @@
 """Float8: its products are torchao's, and a layout changes no more than the order of sums does."""
 
+import copy
 import itertools
 from dataclasses import replace
 from functools import cache
@@ -13,6 +14,7 @@ from safetensors import safe_open
 import megazoo
 from megazoo.data.corpus import standard_library
 from megazoo.errors import UserError
+from megazoo.evaluation.scoring import score
 from megazoo.layers import ColumnParallelLinear, RowParallelLinear
 from megazoo.layers.experts import ColumnParallelExperts, RowParallelExperts, StackedLinear
 from megazoo.layers.float8 import Float8Product, multiply_in_float8
@@ -21,6 +23,7 @@ from megazoo.models.llama import LlamaConfig
 from megazoo.models.mixtral import MixtralConfig
 from megazoo.parallel.deferred import WeightQueue
 from megazoo.parallel.layout import Layout
+from megazoo.parallel.shard import ParameterSpec
 from tests.support.layouts import MODELS, sizes_of
 from tests.support.sampling import marked_slow
 from tests.support.training import TINY, context, make_batch, replica_rows, run_in_layout
@@ -51,7 +54,8 @@ def test_products_are_those_of_torchao(recipe):
         yield "weight_gradient", product.weight_gradient(ready, x)
 
     plain = dict(products(PLAIN))
-    for name, found in products(Float8Product(recipe)):
+    product = Float8Product(recipe, context(), ParameterSpec(tuple(weight.shape)))
+    for name, found in products(product):
         expected = stored[f"{recipe}.{name}"]
         assert relative(found, expected) < 1e-6 < 0.02 < relative(plain[name], expected)
 
@@ -65,7 +69,9 @@ def test_each_matrix_of_a_stack_is_multiplied_as_one_alone(recipe):
         for shape, rest in (((3, 8, 16), (None, None)), ((5, 16), (None,)), ((5, 8), (None,)))
     )
     counts, parts = torch.tensor([2, 0, 3]), [slice(0, 2), slice(2, 2), slice(2, 5)]
-    stack, alone = Float8Product(recipe, stacked=True), Float8Product(recipe)
+    stack, alone = (
+        Float8Product(recipe, context(), ParameterSpec(shape)) for shape in ((3, 8, 16), (8, 16))
+    )
     of_weight = stack.weight_gradient(grad, x, counts)
     for number, rows in enumerate(parts):
         ready = alone.gradient(grad[rows])
@@ -151,8 +157,7 @@ def losses(config, count, recipe, kinds, adapted, unreduced, schedule, layout):
     model = megazoo.from_config(config, ctx, seed=3)
     for layer in filter(lambda layer: recipe and isinstance(layer, kinds), model.modules()):
         multiply_in_float8(layer, recipe)
-        for name in unreduced:
-            setattr(layer.product, name, [])
+        layer.product.__class__ = type("Wrong", (Float8Product,), dict.fromkeys(unreduced, ()))
     if adapted:
         megazoo.lora.add(model, rank=4)
     optimizer, found = megazoo.optim.AdamW(model, lr=1e-2), []
@@ -242,8 +247,28 @@ def test_200_steps_in_float8_reach_the_loss_of_bfloat16():
         assert mean_of_the_last_losses(recipe) == pytest.approx(expected, rel=0.01), recipe
 
 
+def scored(layout):
+    """Each rank of cp gets other rows, or none."""
+    ctx = context(**layout)
+    model = megazoo.from_config(LLAMA, ctx, seed=3)
+    multiply_in_float8(copy.deepcopy(model))
+    multiply_in_float8(model)
+    ids = make_batch(0)[0][:1]
+    found = score(model, ids, ids).log_likelihood
+    return found.tolist(), model.generate(ids[:, :4], max_new_tokens=3).tolist()
+
+
+def test_cp_ranks_score_and_generate_other_rows(ranks):
+    (expected, tokens), *_ = [scored({})]
+    for found, found_tokens in ranks(scored, 2, dict(cp=2)):
+        assert found == pytest.approx(expected, rel=1e-5)
+        assert found_tokens == tokens
+
+
 def test_a_custom_product_is_not_replaced():
     model = megazoo.from_config(LLAMA)
     multiply_in_float8(model)
     with pytest.raises(UserError, match="weights with a custom product can't be multiplied"):
         multiply_in_float8(model, "rowwise")
+    with pytest.raises(UserError, match=r"unknown recipe 'rowwise_with_gw_hp' of float8: use"):
+        multiply_in_float8(megazoo.from_config(LLAMA), "rowwise_with_gw_hp")

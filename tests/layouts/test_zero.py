@@ -279,6 +279,47 @@ def test_the_next_unit_is_gathered_before_its_use(ranks, recompute):
         assert sorted(starts) == sorted(unit for kind, unit in log if kind == "finish")
 
 
+def losses_in_place(zero):
+    """Of a model whose layers write into their input and return it."""
+    ctx = context(dp=2, zero=zero)
+    model = randomize(megazoo.from_config(CONFIGS["llama"], ctx, seed=3))
+    for layer in model.layers.values():
+
+        def forward(x, *arguments, own=layer.forward, **named):
+            y = own(x.clone(), *arguments, **named)
+            return x.mul_(0).add_(y)
+
+        layer.forward = forward
+    ids, targets = (replica_rows(tensor, ctx) for tensor in make_batch(0))
+    optimizer, found = AdamW(model, lr=1e-2), []
+    for _ in range(2):
+        found.append(model.train_batch(ids, targets=targets).item())
+        optimizer.step()
+    return found
+
+
+def test_a_layer_may_return_its_input_changed(ranks):
+    assert ranks(losses_in_place, 2, 3)[0] == pytest.approx(ranks(losses_in_place, 2, 0)[0])
+
+
+def norm_without_a_gradient(skips):
+    """Of a step in which a rank along cp does not use the last MLP."""
+    ctx = context(cp=2)
+    model = randomize(megazoo.from_config(CONFIGS["llama"], ctx, seed=3))
+    model.engine.gradients.made = GradientBuckets(list(model.parameters()), ctx, 1000)
+    *_, top = model.layers.values()
+    if ctx.cp_rank == skips:
+        top.mlp.forward = lambda x: 0 * x
+    ids, targets = make_batch(0)
+    model.train_batch(ids, targets=targets)
+    return AdamW(model, zero=0).step().item()
+
+
+def test_a_rank_without_a_gradient_delays_its_bucket(ranks):
+    first, second = ranks(norm_without_a_gradient, 2, 1)
+    assert first == second > 0
+
+
 def memory_of_steps(zero, dtype):
     """The peak of this rank's memory in two steps, and what the plan says, bytes."""
     give_back_freed_memory()

@@ -1,14 +1,19 @@
 """Checkpoints of torch.distributed.checkpoint: those of FSDP2 go on as FSDP2 does, and all others
 are refused in one line that names what is wrong."""
 
+import io
 import os
 import pickle
 import shutil
 import sys
+import tracemalloc
+import warnings
+import zipfile
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import transformers
 
 import megazoo
@@ -23,11 +28,11 @@ from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.layout import Layout
 from megazoo.programs import convert, inspect_checkpoint
 from tests.support.dcp import (
-    HOW,
-    STEPS,
+    InPieces,
     forge,
-    plain_batch,
+    go_on,
     small_llama,
+    tensors_of,
     torchtitan_tensors,
     train_with_fsdp2,
     write,
@@ -35,46 +40,15 @@ from tests.support.dcp import (
 from tests.support.sampling import marked_slow
 from tests.support.training import (
     PeakMemory,
-    context,
     give_back_freed_memory,
     in_fresh_processes,
     layout_name,
     randomized_,
-    replica_rows,
     run_in_layout,
 )
 
 LAYOUTS = [{}, {"tp": 2}, {"pp": 2}, {"dp": 2, "zero": 3}]
 IDS = torch.randint(0, 61, (2, 16), generator=torch.Generator().manual_seed(2))
-
-
-def go_on(directory: Path, output: Path, layout: dict) -> list[float]:
-    """Train on from a checkpoint of FSDP2; return the losses."""
-    ctx = context(**layout)
-    source = open_source(directory)
-    model = megazoo.from_config(source.config, ctx, seed=3)
-    optimizer = megazoo.optim.AdamW(model, **HOW, clip_grad=0)
-    for group in optimizer.param_groups:  # torch's default: norms decay, too
-        group["weight_decay"] = HOW["weight_decay"]
-    first, losses = megazoo.checkpoint.load(source, model, optimizer)["step"], []
-    for step in range(first, first + STEPS[1]):
-        ids, targets = (replica_rows(tensor, ctx) for tensor in plain_batch(step))
-        losses.append(model.train_batch(ids, targets=targets, num_microbatches=2).item())
-        optimizer.step()
-    megazoo.checkpoint.save(output, first + STEPS[1], model, optimizer)
-    return losses
-
-
-def tensors_of(source) -> dict[str, torch.Tensor]:
-    """All of a source's tensors and states."""
-    tensors = {}
-    for name, spec in source.specs.items():
-        if name.rpartition(".")[2] in ("exp_avg", "exp_avg_sq"):
-            continue
-        for tensor in (name, *(f"{name}.{state}" for state in source.states_of(name))):
-            tensors[tensor] = torch.full(spec.shape, torch.nan)
-            source.read_into(tensor, tensors[tensor], spec, ParallelContext())
-    return tensors
 
 
 @pytest.mark.parametrize(
@@ -408,6 +382,62 @@ def test_states_that_do_not_fit_are_refused(saved):
     optimizer = megazoo.optim.AdamW(model)
     with pytest.raises(UserError, match=r"optimizer state of head\.weight, which was frozen"):
         megazoo.checkpoint.load(open_source(saved), model, optimizer)
+
+
+@pytest.mark.parametrize("what", ["uneven", "amsgrad"])
+def test_weights_are_read_without_a_state_that_adamw_can_not_continue(tmp_path, what):
+    hf = small_llama()
+    states = states_of(hf)
+    if what == "uneven":
+        states["state"]["lm_head.weight"]["step"] = torch.tensor(7.0)
+    else:
+        for state in states["state"].values():
+            state["max_exp_avg_sq"] = state["exp_avg_sq"]
+    source = open_source(write(tmp_path, {"model": hf.state_dict(), "optim": states}, hf.config))
+    model = megazoo.from_config(source.config, ParallelContext())
+    text = {"uneven": "after 5 to 7 steps", "amsgrad": "max_exp_avg_sq of AdamW"}[what]
+    with pytest.warns(UserWarning, match=f"the optimizer state is not read: .*{text}"):
+        megazoo.checkpoint.load(source, model)
+    with pytest.raises(UserError, match="has no optimizer state: load only its weights"):
+        megazoo.checkpoint.load(source, model, megazoo.optim.AdamW(model))
+
+
+def test_a_rank_without_rows_writes_an_empty_chunk(tmp_path):
+    """As for a router of fewer experts than ranks."""
+
+    class WithEmpty(InPieces):
+        def chunks_of(self, name, shape):
+            rows, *columns = shape
+            empty = ((rows, rows), *((0, size) for size in columns))
+            return [*super().chunks_of(name, shape), empty]
+
+    hf = small_llama(hidden_size=1024, intermediate_size=32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(hf.state_dict(), checkpoint_id=tmp_path, planner=WithEmpty(1), no_dist=True)
+    hf.config.save_pretrained(tmp_path)
+    torch.testing.assert_close(logits_of(tmp_path), logits_of_transformers(hf), rtol=0, atol=1e-2)
+
+
+def test_a_record_that_grows_is_refused(saved):
+    """A deflated record of zeros, which would need a thousand times the memory of the file."""
+    (chunks,) = saved.glob("*.distcp")
+    grown = io.BytesIO()
+    torch.save(torch.zeros(4096), grown)
+    bomb = io.BytesIO()
+    with zipfile.ZipFile(grown) as old, zipfile.ZipFile(bomb, "w") as new:
+        for info in old.infolist():
+            is_order = info.filename.endswith("byteorder")
+            how = {"compress_type": zipfile.ZIP_DEFLATED} if is_order else {}
+            new.writestr(info.filename, bytes(1 << 24) if is_order else old.read(info), **how)
+    start = bomb.getvalue()
+    chunks.write_bytes(start + chunks.read_bytes())
+    forge(saved, placed(offset=0, length=len(start)))
+    tracemalloc.start()
+    with pytest.raises(UserError, match="its numbers are big-endian"):
+        megazoo.from_pretrained(saved)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 23
+    tracemalloc.stop()
 
 
 def test_files_that_are_missing_are_told_in_one_line(saved, tmp_path, monkeypatch, capsys):

@@ -1,1 +1,1 @@
-"""Read checkpoints of torch.distributed.checkpoint (DCP), without its classes."""
+"""Read checkpoints of torch.distributed.checkpoint (DCP) without its classes, and write them."""

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from megazoo.checkpoint.places import DCP_METADATA
 from megazoo.errors import UserError
 from megazoo.files import brief
 from megazoo.formats.dcp.tensors import Chunk
@@ -20,7 +21,7 @@ from megazoo.formats.dcp.torch_files import load_pickle, load_torch
 from megazoo.formats.dcp.unpickling import StandIn, StoredTensor
 from megazoo.parallel.shard import Piece
 
-METADATA, DATA = ".metadata", "*.distcp"
+DATA = "*.distcp"
 OF_MEGATRON = ("common.pt", "metadata.json")  # files that Megatron-LM adds
 
 
@@ -34,7 +35,7 @@ class Entry(NamedTuple):
 def is_distributed(directory: Path) -> bool:
     """Return whether a directory is a checkpoint of torch.distributed.checkpoint, and not one of
     Megatron-LM."""
-    there = (directory / METADATA).is_file() or any(directory.glob(DATA))
+    there = (directory / DCP_METADATA).is_file() or any(directory.glob(DATA))
     return there and not any((directory / name).is_file() for name in OF_MEGATRON)
 
 
@@ -58,7 +59,7 @@ class Place:
         tensor = load_torch(self.path, self.start, self.length)
         expected = self.size, self.dtype
         if not isinstance(tensor, StoredTensor) or (tensor.shape, tensor.dtype) != expected:
-            raise UserError(f"{self.path}: {self.key} does not match {METADATA}", exit_code=1)
+            raise UserError(f"{self.path}: {self.key} does not match {DCP_METADATA}", exit_code=1)
         return tensor
 
 
@@ -68,11 +69,11 @@ def read_metadata(directory: Path, wanted: Callable[[str], bool]) -> dict[str, E
     wanted: whether an entry is read. Each chunk is in a file that is large enough for it. Only
     metadata is read. Raises UserError for broken files, and for files outside the directory.
     """
-    file = directory / METADATA
+    file = directory / DCP_METADATA
     if not file.is_file():
         raise UserError(
-            f"{directory} has no {METADATA}, which torch.distributed.checkpoint writes last: the "
-            "save was interrupted; use another checkpoint"
+            f"{directory} has no {DCP_METADATA}, which torch.distributed.checkpoint writes last: "
+            "the save was interrupted; use another checkpoint"
         )
     metadata = load_pickle(file)
     try:
@@ -106,7 +107,7 @@ def _entries(directory: Path, metadata: StandIn, wanted) -> dict[str, Entry | No
             start, size = _sizes(chunk.state["offsets"]), _sizes(chunk.state["sizes"])
             if (info := places.get((key, start))) is None:
                 raise UserError(
-                    f"{directory / METADATA} does not say where the piece of {key} at "
+                    f"{directory / DCP_METADATA} does not say where the piece of {key} at "
                     f"{list(start)} is: use another checkpoint"
                 )
             stored = _place_of(directory, key, info, size, dtype, sizes)
@@ -133,14 +134,16 @@ def _place_of(directory, key, info: dict, size: tuple, dtype: torch.dtype, sizes
     file, (start, length) = info["relative_path"], _sizes((info["offset"], info["length"]))
     path = directory / file
     if Path(file).name != file or file in ("", "..") or not file.isprintable():
-        raise UserError(f"{directory / METADATA} names a file outside its directory: {brief(file)}")
+        raise UserError(
+            f"{directory / DCP_METADATA} names a file outside its directory: {brief(file)}"
+        )
     if info.get("transform_descriptors"):
         raise UserError(f"{path}: {key} is compressed or encrypted, which is not supported")
     if not isinstance(dtype, torch.dtype):
         raise UserError(f"{path}: {key} is of an unknown dtype")
     if start + length > sizes(file):
         raise UserError(f"{path} has {sizes(file)} bytes, but should have {start + length}")
-    if math.prod(max(count, 1) for count in size) * dtype.itemsize > length:
+    if math.prod(size) * dtype.itemsize > length:
         raise UserError(f"{path}: {length} bytes can't hold {list(size)} of {key}")
     return Place(path, key, start, length, size, dtype)
 

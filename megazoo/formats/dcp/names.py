@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from megazoo.errors import UserError
+from megazoo.families.names import Run, hf_names
+from megazoo.parallel.shard import ParameterSpec
 
 # Modules that wrap others: of DistributedDataParallel, torch.compile, and activation checkpoints.
 WRAPPER = re.compile(
@@ -18,6 +20,8 @@ IGNORED = re.compile(
     r"(?:train_state|lr_schedulers?|dataloader|rng_state)\..+"
     r"|(?:.+\.)?(?:freqs_cis|rope\.cache|(?:original_)?inv_freq)"
 )
+HEAD = "lm_head.weight"  # in models of transformers
+STEP = "step"  # the state with the number of optimizer steps
 # The Hugging Face names of torchtitan's Llama, without .weight.
 EMBEDDING = "tok_embeddings.weight"
 TORCHTITAN = {
@@ -91,7 +95,10 @@ def _states(keys: list[str], prefix: str, weights: dict[str, str]) -> dict[tuple
             names = (full.removeprefix(start) for start in reversed(starts))
             name = next((name for name in names if name in weights), None)
             if name is not None:
-                states[name, found["state"]] = key
+                state = name, found["state"]
+                if state in states:
+                    raise UserError(f"it has {key} and {states[state]}: save only one optimizer")
+                states[state] = key
     return states
 
 
@@ -102,3 +109,31 @@ def torchtitan_names(layers: int) -> dict[str, str]:
         for name, hugging_face in TORCHTITAN.items()
         for layer in (range(layers) if "{}" in name else [0])
     }
+
+
+class Part(NamedTuple):
+    """A part of a tensor of a transformers model that one megazoo tensor has.
+
+    name: of the parameter in memory. matrix: index of a matrix, if the tensor is a stack of them.
+    runs: the rows. transposed: as in HFNames.
+    """
+
+    name: str
+    matrix: tuple[int, ...]
+    runs: list[Run]
+    transposed: bool
+
+
+def parts_in_memory(model: type, name: str, spec: ParameterSpec) -> list[Part]:
+    """Return the parts of transformers' parameters that make up a megazoo tensor.
+
+    In memory, experts are stacked, and the head has one name for all models. model: class of the
+    family. name, spec: of the unsharded megazoo tensor.
+    """
+    theirs, (module, _, kind) = hf_names(model, name), name.rpartition(".")
+    stacked = theirs.parameter if kind == "weight" else ""
+    if stacked and "[]" in theirs.names[0]:
+        experts, rows = spec.shape[:2]
+        return [Part(stacked, (e,), [Run(0, 0, rows, (e,))], False) for e in range(experts)]
+    other = f"lm_head.{kind}" if module == "head" else stacked
+    return [Part(other or part, (), runs, theirs.transposed) for part, runs in theirs.parts(spec)]

@@ -3,21 +3,28 @@ model, with the optimizer state of AdamW."""
 
 import copy
 import math
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from megazoo.checkpoint.places import CONFIG
+from megazoo.checkpoint.foreign import what_is
+from megazoo.checkpoint.places import CONFIG, DCP_METADATA, TRAINER
 from megazoo.checkpoint.schema import MOST
 from megazoo.checkpoint.tensor_files import Slices, TensorFiles
-from megazoo.errors import UserError, nearest
+from megazoo.errors import UserError, advise, nearest
 from megazoo.families.names import check_names, hf_names
-from megazoo.formats.dcp.metadata import METADATA, Entry, read_metadata
+from megazoo.families.registry import config_from_dict
+from megazoo.files import convert, json_object, read_bytes
+from megazoo.formats.dcp.metadata import Entry, read_metadata
 from megazoo.formats.dcp.names import (
     EMBEDDING,
+    HEAD,
     IGNORED,
     OPTIMIZER,
+    STEP,
     Keys,
     sort_keys,
     torchtitan_names,
@@ -30,8 +37,16 @@ from megazoo.optim.base import MOMENTS
 from megazoo.parallel.shard import Box, ParameterSpec, Piece, overlap, volume
 from megazoo.tokenizer import has_tokenizer
 
-HEAD = "lm_head.weight"  # in models of transformers
-STEP = "step"  # the state with the number of optimizer steps
+AMSGRAD = "max_exp_avg_sq"  # a state that only AdamW with amsgrad=True has
+MODEL = "model"  # the key in trainer.json, of a RunModel
+
+
+@dataclass
+class RunModel:
+    """The model of a run in trainer.json: its family, and the fields of its config."""
+
+    family: str
+    config: dict[str, Any]
 
 
 def home_of(directory: Path) -> Path | None:
@@ -59,7 +74,7 @@ class DistributedCheckpoint(CopiedBoxes):
     def __init__(self, path: str | Path):
         path = Path(path)
         if home_of(path) is None:
-            raise UserError(f"{path} has no {CONFIG}: copy the model's {CONFIG} there")
+            raise UserError(f"{path} {what_is(path)}")
         entries = read_metadata(path, lambda key: not IGNORED.fullmatch(key))
         # No weight is a single number. Entries that are not tensors belong to the program.
         self._entries: dict[str, Entry] = {key: e for key, e in entries.items() if e is not None}
@@ -77,23 +92,56 @@ class DistributedCheckpoint(CopiedBoxes):
 
     @property
     def tokenizer(self) -> str | None:
-        return str(self.tokenizer_home) if has_tokenizer(self.tokenizer_home) else None
+        found = has_tokenizer(self.tokenizer_home)
+        return str(self.tokenizer_home) if found else super().tokenizer
+
+    @property
+    def is_of_run(self) -> bool:
+        return (self.path / TRAINER).is_file()
+
+    @cached_property
+    def _trainer_json(self) -> dict:
+        file = self.path / TRAINER
+        return json_object(file, read_bytes(file))
+
+    def _read_config(self) -> Any:
+        """Return the config of the run, which has values that config.json lacks."""
+        if not self.is_of_run:
+            return super()._read_config()
+        file, model = self.path / TRAINER, self._trainer_json.get(MODEL)
+        try:
+            found = convert(model, RunModel, MODEL)
+            return config_from_dict(found.family, found.config)
+        except UserError as error:
+            raise UserError(f"{file}: {error}") from None
 
     @cached_property
     def trainer(self) -> dict:
-        """The state of a run that continues after the optimizer's steps, with new data."""
+        """The contents of trainer.json of a run of megazoo; otherwise the state of a run that
+        continues after the optimizer's steps, with new data."""
+        if self.is_of_run:
+            return self._trainer_json
         if not self.has_states:
             return {}
-        counts = [e for name, e in self._tensors.items() if name.endswith(f".{STEP}")]
-        steps = {self._number(entry) for entry in counts}
-        (step, *others) = sorted(steps)
-        if others or not 0 <= step <= MOST or step != int(step):
-            raise UserError(
-                f"{self.path} has parameters after {step:g} to {max(steps):g} optimizer steps, but "
-                "AdamW counts the steps of all parameters together: load only the weights"
-            )
         consumed = {"consumed_samples": 0, "consumed_tokens": 0}
-        return {"optimizer_steps": int(step), "step": int(step), **consumed, "settings": {}}
+        return {"optimizer_steps": self._step, "step": self._step, **consumed, "settings": {}}
+
+    @cached_property
+    def _step(self) -> int | None:
+        """The number of optimizer steps. None, with a warning, if AdamW can't continue."""
+        if any(state == AMSGRAD for _, state in self._keys.states):
+            return advise(
+                f"{self.path}: the optimizer state is not read: {AMSGRAD} of AdamW with "
+                "amsgrad=True is not supported"
+            )
+        counts = [entry for name, entry in self._tensors.items() if name.endswith(f".{STEP}")]
+        step, *others = sorted({self._number(entry) for entry in counts}) or [0.0]
+        if others or not 0 <= step <= MOST or step != int(step):
+            return advise(
+                f"{self.path}: the optimizer state is not read: it has parameters after "
+                f"{step:g} to {max([step, *others]):g} steps, but AdamW counts them together"
+            )
+        return int(step)
 
     @property
     def has_states(self) -> bool:
@@ -103,7 +151,7 @@ class DistributedCheckpoint(CopiedBoxes):
         wanted = [f"{part}.{{}}" for part, _ in self._names[name].parts(self.specs[name])]
         states = {state: [part.format(state) for part in wanted] for state in (*MOMENTS, STEP)}
         complete = all(each in self._tensors for names in states.values() for each in names)
-        return list(MOMENTS) if complete else []
+        return list(MOMENTS) if complete and self._step is not None else []
 
     def dtype_of(self, name: str) -> torch.dtype:
         weight, _, state = name.rpartition(".")
@@ -132,7 +180,7 @@ class DistributedCheckpoint(CopiedBoxes):
     @cached_property
     def _moments(self) -> dict[str, "DistributedCheckpoint"]:
         """For each state of the optimizer, a source with its values in place of the weights."""
-        sources, files = {}, dict.fromkeys(self._tensors, METADATA)
+        sources, files = {}, dict.fromkeys(self._tensors, DCP_METADATA)
         for state in MOMENTS:
             sources[state] = copy.copy(self)
             sources[state]._file_of = files
@@ -165,7 +213,7 @@ class DistributedCheckpoint(CopiedBoxes):
             if state in (*MOMENTS, STEP)
         }
         self._tensors = {name: self._whole(key) for name, key in (weights | states).items()}
-        return dict.fromkeys(weights, METADATA)
+        return dict.fromkeys(weights, DCP_METADATA)
 
     def _sorted_keys(self) -> Keys:
         """Return the keys of the model and of its optimizer. Raises UserError if the checkpoint has

@@ -3,6 +3,7 @@ tensors."""
 
 import io
 import mmap
+import os
 import struct
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +24,9 @@ def load_pickle(path: Path) -> Any:
     """Return the contents of a pickle file without tensors. Raises UserError if it can't be read,
     or would call anything."""
     with _readable(path), open(regular_file(path), "rb") as file:
-        return unpickle(_limited(file.read(LARGEST_PICKLE + 1)), path)
+        if os.fstat(file.fileno()).st_size > LARGEST_PICKLE:
+            raise ValueError("it is too large")
+        return unpickle(file, path)
 
 
 def load_torch(path: Path, start: int = 0, size: int | None = None) -> Any:
@@ -42,7 +45,8 @@ def load_torch(path: Path, start: int = 0, size: int | None = None) -> Any:
             records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
             if records["data.pkl"].file_size > LARGEST_PICKLE:
                 raise ValueError("its pickle is too large")
-            if "byteorder" in records and archive.read(records["byteorder"]) != b"little":
+            order = records.get("byteorder")
+            if order and (order.file_size > 10 or archive.read(order) != b"little"):
                 raise ValueError("its numbers are big-endian")
             pickled = archive.read(records["data.pkl"])
 
@@ -109,12 +113,6 @@ class _Window(io.RawIOBase):
         count = self.file.readinto(memoryview(buffer)[:wanted])
         self.place += count
         return count
-
-
-def _limited(data: bytes) -> io.BytesIO:
-    if len(data) > LARGEST_PICKLE:
-        raise ValueError("it is too large")
-    return io.BytesIO(data)
 
 
 @contextmanager

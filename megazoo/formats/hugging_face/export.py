@@ -60,16 +60,29 @@ def write_model(
 ) -> None:
     """Write the files of a Hugging Face model into an existing directory: see
     `write_hugging_face`."""
-    limit, config = parse_size(max_shard_size), hugging_face_config(source.config)
+    limit = parse_size(max_shard_size)
     tensors = hugging_face_tensors(source, dtype, progress)
-    # Without these, transformers assumes the default ids of its models.
-    config = {name: source.generation.get(name) for name in TOKEN_IDS} | config
-    config["dtype"] = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
-    write_json(directory / CONFIG, config)
-    for name, data in source.sidecar_files.items():
-        write_atomically(directory / name, data)
+    dtype = next(iter(tensors.values())).dtype
+    write_small_files(directory, source.config, dtype, source.generation, source.sidecar_files)
     with verifying(source, source.all_files(states=False), ParallelContext()):
         _write_weights(directory, _cut_into_files(tensors, limit))
+
+
+def write_small_files(
+    directory: Path,
+    config: Any,
+    dtype: torch.dtype,
+    generation: dict,
+    sidecar_files: dict[str, bytes],
+) -> None:
+    """Write config.json and the sidecar files. dtype: of the weights. generation: the values of
+    generation_config.json."""
+    # Without these, transformers assumes the default ids of its models.
+    values = {name: generation.get(name) for name in TOKEN_IDS} | hugging_face_config(config)
+    values["dtype"] = str(dtype).removeprefix("torch.")
+    write_json(directory / CONFIG, values)
+    for name, data in sidecar_files.items():
+        write_atomically(directory / name, data)
 
 
 def hugging_face_config(config: Any) -> dict:
@@ -138,10 +151,8 @@ def hugging_face_tensors(
     for name, spec in source.specs.items():
         theirs, kind = hf_names(source.model, name), dtype or source.dtype_of(name)
         for part, runs in theirs.parts(spec):
-            if theirs.transposed:
-                tensors[part] = _lazy_columns(source, name, spec, runs[0], kind, progress)
-            else:
-                tensors[part] = lazy_rows(source, name, spec, runs, kind, progress)
+            lazy = lazy_columns if theirs.transposed else lazy_rows
+            tensors[part] = lazy(source, name, spec, runs, kind, progress)
     return tensors
 
 
@@ -173,15 +184,16 @@ def lazy_rows(
     return LazyTensor(shape, dtype, fill)
 
 
-def _lazy_columns(
+def lazy_columns(
     source: TensorSource,
     name: str,
     spec: ParameterSpec,
-    run: Run,
+    runs: Sequence[Run],
     dtype: torch.dtype,
     progress: BytesWritten,
 ) -> LazyTensor:
-    """Return rows of a megazoo tensor as a Hugging Face tensor that is transposed."""
+    """Return rows of a megazoo tensor, one run, as a Hugging Face tensor that is transposed."""
+    (run,) = runs
 
     def fill(columns: torch.Tensor, start: int) -> None:
         box = ((run.ours, run.ours + run.count), (start, start + len(columns)))

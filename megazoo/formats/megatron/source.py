@@ -9,10 +9,11 @@ import torch
 
 from megazoo.checkpoint.format import DTYPES
 from megazoo.checkpoint.generation import generation_config
+from megazoo.checkpoint.places import DCP_METADATA
 from megazoo.checkpoint.tensor_files import pieces_of_file
 from megazoo.errors import UserError, advise, some_of
 from megazoo.files import read_bytes
-from megazoo.formats.dcp.metadata import METADATA, is_distributed
+from megazoo.formats.dcp.metadata import is_distributed
 from megazoo.formats.dcp.tensors import place_in
 from megazoo.formats.megatron.arguments import adds_one_to_norms, config_of, values_of
 from megazoo.formats.megatron.distributed import read_distributed
@@ -34,7 +35,7 @@ def is_megatron(directory: Path) -> bool:
 
 def is_iteration(directory: Path) -> bool:
     """Return whether a directory has the files of one iteration."""
-    has_metadata = (directory / METADATA).is_file() and not is_distributed(directory)
+    has_metadata = (directory / DCP_METADATA).is_file() and not is_distributed(directory)
     return has_metadata or is_legacy(directory)
 
 
@@ -83,7 +84,7 @@ class MegatronCheckpoint(ModelSource):
     ):
         super().__init__(find_iteration(Path(path), iteration))
         self.trainer = {}
-        read = read_distributed if (self.path / METADATA).is_file() else read_legacy
+        read = read_distributed if (self.path / DCP_METADATA).is_file() else read_legacy
         arguments, self._wholes = read(self.path)
         for name in sorted(self._wholes):
             if kind := kind_of(name):

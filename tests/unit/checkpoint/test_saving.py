@@ -17,7 +17,10 @@ import megazoo
 from megazoo import pretrain
 from megazoo.checkpoint import Checkpoint, Saver, load, save, saving, writing
 from megazoo.checkpoint.places import step_name
+from megazoo.checkpoint.saving import SHARDS
 from megazoo.errors import UserError
+from megazoo.formats.dcp.saving import DCP
+from megazoo.models.pretrained import open_source
 from tests.support.checkpoints import run_steps
 from tests.support.directories import PROGRAM, names, tiny_model
 from tests.support.sampling import marked_slow
@@ -66,14 +69,22 @@ def killed_at(moment, monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize("second_step", [2, 1], ids=["new step", "same step again"])
-def test_a_kill_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path, second_step):
+@pytest.mark.parametrize(
+    ("second_step", "form"),
+    [(2, SHARDS), (1, SHARDS), pytest.param(1, DCP, marks=pytest.mark.slow)],
+    ids=["new step", "same step again", "same step again, dcp"],
+)
+def test_a_kill_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path, second_step, form):
+    def save(directory, step, model, optimizer):
+        with Saver(directory, model, optimizer, format=form) as saver:
+            saver.save(step, {})
+
     old, new, fresh = map(filled, (1.0, 2.0, 3.0))
 
     def value_on_disk(directory):
         for tensor in tensors_of(fresh):
             tensor.data.fill_(3.0)
-        load(Checkpoint(directory), *fresh)
+        load(open_source(directory), *fresh)
         (value,) = {tensor.unique().item() for tensor in tensors_of(fresh)}
         return value
 

@@ -248,9 +248,9 @@ def test_a_file_of_a_gpus_tensors_is_that_of_the_cpus(memory, tmp_path, monkeypa
     assert memory.sizes == [8192]
 
 
-def contents_of(tensors: dict[str, torch.Tensor]) -> saving._StepContents:
+def contents_of(tensors: dict[str, torch.Tensor]) -> saving.StepContents:
     files = {"file": {name: (None, tensor) for name, tensor in tensors.items()}}
-    return saving._StepContents(ParallelContext(), "gpt2", CONFIG, files, {}, {}, {})
+    return saving.StepContents(ParallelContext(), "gpt2", CONFIG, files, {}, {}, {}, {}, set())
 
 
 @pytest.mark.parametrize("piece", [300, 8192])  # shorter and longer than a block
