@@ -16,12 +16,14 @@ from megazoo.files import check_whole, regular_file
 from megazoo.parallel.shard import Box
 
 STEP = 1 << 20  # number of bytes that are read and checksummed together
+MAPPED = 1 << 26  # bytes of a safetensors file that are read before it is mapped again
 
 
 class TensorFiles:
     """The safetensors and .bin files of a directory. A file is opened at its first use.
 
-    A box of a tensor is a view of the memory-mapped file, which is read when the box is used. Only
+    A box of a tensor is a view of the memory-mapped file, which is read when the box is used. A
+    safetensors file is mapped again from time to time: what was read then leaves memory. Only
     tensors are unpickled. Raises UserError, with the name, for a file that is missing, broken or
     has other contents. bytes_read: number of bytes requested so far. opened: opened(directory,
     name) opens a file of another format, and returns an object with the interface of an open
@@ -33,14 +35,22 @@ class TensorFiles:
         self._opened = opened or _opened
         self._open: dict[str, Any] = {}
         self._names: dict[str, set[str]] = {}
+        self._mapped: dict[str, int] = {}  # bytes that were read since a file was opened
 
     def names(self, file: str) -> set[str]:
         """Return the names of the tensors in a file."""
-        if file not in self._open:
+        self._file(file)
+        return self._names[file]
+
+    def _file(self, file: str) -> Any:
+        """Return an open file. Other threads may open and close it at any time."""
+        opened = self._open.get(file)
+        if opened is None:
             opened = self._opened(self.directory, file)
             self._names[file] = set(opened.keys())
-            self._open[file] = opened  # last: another thread may look it up at any time
-        return self._names[file]
+            self._mapped[file] = 0
+            self._open[file] = opened
+        return opened
 
     def close(self) -> None:
         """Close the files. The next use opens them again."""
@@ -67,6 +77,9 @@ class TensorFiles:
         self.check_shape(file, name, shape)
         view = stored[tuple(slice(*bounds) for bounds in box)]
         self.bytes_read += view.nbytes
+        self._mapped[file] += view.nbytes
+        if self._mapped[file] > MAPPED and file.endswith(".safetensors"):
+            self._open.pop(file, None)
         return view
 
     def check_shape(self, file: str, name: str, shape: tuple[int, ...]) -> None:
@@ -80,9 +93,10 @@ class TensorFiles:
             )
 
     def _slice(self, file: str, name: str):
-        if name not in self.names(file):
+        opened = self._file(file)
+        if name not in self._names[file]:
             raise UserError(f"{self.directory / file} has no tensor {name}", exit_code=1)
-        return self._open[file].get_slice(name)
+        return opened.get_slice(name)
 
 
 def _opened(directory: Path, file: str):
