@@ -125,7 +125,7 @@ def test_a_module_runs_as_a_program_and_starts_its_ranks(module, tmp_path):
         ("check ", "layout run hf self-test"),
         ("check layout --shr", "--shrink"),
         ("pretrain --tp 2 --dtype ", "float32 bfloat16 float16"),
-        ("convert a b --to ", "shards hf peft gguf"),
+        ("convert a b --to ", "shards hf dcp peft gguf"),
     ],
 )
 def test_bash_completes(words, completed):
