@@ -143,7 +143,9 @@ class ShardedParameters:
         self._there: dict[Hashable, bool] = {}
         self._last: tuple[Hashable, Hashable] = (None, None)  # units that were used
         self._next: dict[tuple[Hashable, Hashable], Hashable] = {}  # which unit followed two others
-        self._used: list[dict[Hashable, None]] = []  # by the modules that are running
+        # of each module that is running: the units that it has used, and the nodes of the graph
+        # that made its inputs
+        self._running: list[tuple[dict[Hashable, None], set[Node]]] = []
         groups: dict[tuple, list[nn.Parameter]] = {}
         for entry in entries:
             p, axis = entry.parameter, entry.spec.replicas(ctx)
@@ -161,7 +163,7 @@ class ShardedParameters:
         parameter = getattr(module, name)
         if parameter in self.place:
             unit = self.place[parameter][0]
-            for used in self._used:
+            for used, _ in self._running:
                 used[unit] = None
             self.gather(unit)
         return parameter
@@ -205,37 +207,25 @@ class ShardedParameters:
 
     def watch(self, module: nn.Module) -> None:
         """Gather what a module has used again, before its backward."""
-        inputs: list[set[Node]] = []
-
-        def before(_module, arguments: tuple) -> None:
-            inputs.append(_grad_fns(arguments))
-            self._used.append({})
-
-        def after(_module, _arguments, output: Any) -> None:
-            self._before_backward(inputs.pop(), output)
-
-        module.register_forward_pre_hook(before)
-        module.register_forward_hook(after)
+        module.register_forward_pre_hook(lambda _module, inputs: self._begin(inputs))
+        module.register_forward_hook(lambda _module, _inputs, output: self._end(output))
 
     def run(self, function: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
         """Return function(*arguments); what it uses is gathered again before its backward."""
-        inputs = _grad_fns(arguments)
-        self._used.append({})
-        try:
-            output = function(*arguments)
-        except BaseException:
-            self._used.pop()
-            raise
-        self._before_backward(inputs, output)
+        self._begin(arguments)
+        output = function(*arguments)
+        self._end(output)
         return output
 
-    def _before_backward(self, inputs: set[Node], output: Any) -> None:
-        """Let the backward of a function, which has returned, gather first what it used.
+    def _begin(self, inputs: tuple) -> None:
+        """Note that a module, or a function, starts with these inputs. After an error, `release`
+        forgets it."""
+        self._running.append(({}, _grad_fns(inputs)))
 
-        inputs: the nodes of the graph that made its inputs. An input that it returns is not a
-        result of it.
-        """
-        units = tuple(self._used.pop())
+    def _end(self, output: Any) -> None:
+        """Let the backward of the module that has returned gather first what it used. An input that
+        it returns is not a result of it."""
+        units, inputs = self._running.pop()
         for node in _grad_fns(output) - inputs:
             node.register_prehook(lambda _: self.gather(*units))
 
@@ -245,7 +235,7 @@ class ShardedParameters:
 
     def release(self) -> None:
         """Free all units: after their ranges have changed, and after a batch."""
-        self._used.clear()
+        self._running.clear()
         for unit in list(self._there):
             self._free(unit)
 

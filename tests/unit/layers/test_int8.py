@@ -146,7 +146,8 @@ def test_what_can_not_be_done_is_refused(tmp_path):
     for train in (lambda: megazoo.optim.AdamW(model), lambda: model.train_batch(ids, labels=ids)):
         with pytest.raises(UserError, match="rounded to 8 bits can't be trained"):
             train()
-    assert model.to(torch.bfloat16).layers["0"].mlp.down.weight.dtype == torch.int8
+    down = model.to(torch.bfloat16).layers["0"].mlp.down
+    assert (down.weight.dtype, down.product.scale.dtype) == (torch.int8, torch.float32)
 
 
 def test_a_state_of_the_other_kind_is_refused():
