@@ -32,6 +32,7 @@ __all__ = [
     "int8_product",
     "linear_by_onednn",
     "norm_of_each",
+    "paged_attention",
     "product_in_fp32",
     "profiler_runs",
     "renamed_collective",
@@ -46,6 +47,7 @@ __all__ = [
     "stored_in_file",
     "takes_float8_product",
     "takes_int8_product",
+    "takes_pages",
     "timeout_of",
     "varlen_attention",
     "zero_each",
@@ -386,6 +388,74 @@ def varlen_attention(
     y = varlen_attn(q, k, v, boundaries, key_boundaries, longest, longest_of_keys, **options)
     assert isinstance(y, torch.Tensor)  # without further results
     return y
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    used: torch.Tensor,
+    table: torch.Tensor,
+    boundaries: torch.Tensor,
+    slot_boundaries: torch.Tensor,
+    scale: float | None,
+) -> torch.Tensor:
+    """Return the attention of one query per row to the first keys of its page: [rows, heads,
+    head_size].
+
+    The public function varlen_attn calls the same kernel, but also launches one that makes zeros.
+    Only newer versions of torch support pages: see takes_pages.
+
+    Args:
+        q: [rows, heads, head_size].
+        k, v: [pages, slots of a page, heads, head_size]. k and v may have fewer heads than q. The
+            number of slots is a multiple of 256.
+        used, table, boundaries, slot_boundaries: see megazoo.layers.masks.Paged.
+        scale: scale of the scores.
+    """
+    y, *_ = torch.ops.aten._flash_attention_forward(
+        q,
+        k,
+        v,
+        boundaries,
+        slot_boundaries,
+        1,
+        k.shape[1],
+        0.0,
+        False,
+        False,
+        scale=scale,
+        window_size_left=-1,
+        window_size_right=-1,
+        seqused_k=used,
+        block_table=table,
+    )
+    return y
+
+
+@functools.cache
+def takes_pages(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether paged_attention works for this dtype, by one trial: two rows with 300 keys and
+    one key, compared with matrix products. The host waits for the result."""
+    rows, slots, heads, size = 2, 512, 2, 64
+    number = torch.arange(2 * rows * slots * heads * size, device=device)
+    values = number.remainder(9973).mul(0.7).sin().to(dtype)
+    k, v = values.view(2, rows, heads, slots, size).transpose(2, 3)  # as in a cache
+    q = values[-rows * 2 * heads * size :].view(rows, 2 * heads, size) * 2
+    places, first = torch.arange(slots, device=device), torch.arange(rows + 1, device=device).int()
+    used = (300 - 299 * first[:rows]).int()
+    empty = places >= used[:, None]  # [rows, slots]
+    v.masked_fill_(empty[:, :, None, None], 64.0)
+    try:
+        table = first[:rows, None]
+        y = paged_attention(q, k, v, used, table, first, first * slots, None)
+    except (RuntimeError, TypeError):  # TypeError: older versions of torch
+        return False
+    k, v = (x.float().repeat_interleave(2, dim=2).transpose(1, 2) for x in (k, v))
+    scores = k @ q.float()[..., None] * size**-0.5  # [rows, heads, slots, 1]
+    weights = scores.masked_fill(empty[:, None, :, None], -torch.inf).softmax(2)
+    expected = (weights * v).sum(2)
+    return bool((y.float() - expected).abs().amax() < 0.05)
 
 
 def end_openmp_threads() -> None:

@@ -1,11 +1,12 @@
 """The inputs of a stage for one micro-batch, and the output of a forward."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from megazoo.errors import UserError
 from megazoo.layers.cache import KVCache
@@ -162,6 +163,11 @@ class MicroBatch:
         """The number of tokens that can be attended to: those of the sequence and of the cache (for
         a StaticKVCache its slots, which may be more)."""
         return self.cache.keys(self.shape[1]) if self.cache else self.shape[1]
+
+    def for_layer(self, layer: nn.Module) -> "MicroBatch":
+        """Return the batch with the part of its cache that a layer needs: see KVCache.for_layer."""
+        cache = self.cache and self.cache.for_layer(layer)
+        return self if cache is self.cache else replace(self, cache=cache)
 
     @property
     def position(self) -> torch.Tensor | None:

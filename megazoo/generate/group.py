@@ -15,8 +15,9 @@ from megazoo.generate.prefill import Prefix, PromptChunk, pieces_of, shared_pref
 from megazoo.generate.settings import GenerationSettings
 from megazoo.layers import KVCache
 from megazoo.layers.cache import StaticKVCache
-from megazoo.layers.layer import attentions_of, declared
+from megazoo.layers.layer import Layer, attentions_of, declared
 from megazoo.parallel.context import ParallelContext
+from megazoo.torch_internals import takes_pages
 
 
 def takes_static_steps(model: Any) -> bool:
@@ -32,6 +33,14 @@ def takes_static_steps(model: Any) -> bool:
 def _takes_static_cache(layer: nn.Module) -> bool:
     attentions = list(attentions_of(layer))
     return bool(attentions) and all(declared(each, "static_cache") for each in attentions)
+
+
+def takes_paged_steps(model: Any) -> bool:
+    """Return whether steps with a StaticKVCache use pages: if all attention layers support Packed,
+    and the device has a kernel for pages."""
+    attentions = [each for layer in model.layers.values() for each in attentions_of(layer)]
+    packed = all(isinstance(each, Layer) and each.takes_packed(model.dtype) for each in attentions)
+    return packed and takes_pages(model.ctx.device, model.dtype)
 
 
 def takes_graphs(ctx: ParallelContext) -> bool:
@@ -82,7 +91,8 @@ class Group:
         self.graph: StepGraph | None = None
         self.static = use_cache and takes_static_steps(model)
         if use_cache:
-            self._make_caches(input_ids, real)
+            paged = self.static and real is None and takes_paged_steps(model)
+            self._make_caches(input_ids, real, paged)
             self.pieces = pieces_of(input_ids, positions, segments, self.prefix)
         self.input_ids, self.positions, self.segments = self.pieces.popleft()
         if self.static and takes_graphs(model.ctx):
@@ -92,12 +102,14 @@ class Group:
         elif model.stages[-1].last:
             self.chooser = Sampler(settings, input_ids, real, numbers)
 
-    def _make_caches(self, input_ids: torch.Tensor, real: torch.Tensor | None) -> None:
+    def _make_caches(self, input_ids: torch.Tensor, real: torch.Tensor | None, paged: bool) -> None:
         prompt = input_ids.shape[1]
         length = prompt + self.most - 1
         self.cache = KVCache(length, self.copies, prompt=prompt)
         if self.static:
-            self.cache = StaticKVCache(length, self.copies, input_ids.device, prompt=prompt)
+            self.cache = StaticKVCache(
+                length, self.copies, input_ids.device, prompt=prompt, paged=paged
+            )
         self.prefix = shared_prefix(input_ids, real)
         if self.prefix is not None:
             tokens = self.prefix.input_ids.shape[1]

@@ -17,6 +17,7 @@ from megazoo.layers.masks import (
     MaskPerChunk,
     MaskPerWindow,
     Packed,
+    Paged,
     Shifted,
     masks_of_chunks,
     window_mask,
@@ -28,7 +29,7 @@ from megazoo.parallel.compile import untraced
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.sequence import SequenceCut
 from megazoo.parallel.shard import Shard
-from megazoo.torch_internals import attention_kernel, varlen_attention
+from megazoo.torch_internals import attention_kernel, paged_attention, varlen_attention
 
 HALF = (torch.bfloat16, torch.float16)
 Mask = torch.Tensor | Packed | MaskPerChunk | MaskPerWindow | None
@@ -151,11 +152,11 @@ class Attend(Layer):
         if cache is not None:
             k, v = cache.extend(self, k, v)
             given = cache.hide(self, given, q)
-        mask = given if isinstance(mask, MaskPerWindow) else self._within_window(given, q, k)
+        hidden = given if isinstance(mask, MaskPerWindow) else self._within_window(given, q, k)
         if self.dropout.active:
-            y = self._with_dropout(q, k, v, mask, sinks, seed, keep)
+            y = self._with_dropout(q, k, v, hidden, sinks, seed, keep)
         else:
-            y = self._to_all(q, k, v, mask, sinks, keep)
+            y = self._to_all(q, k, v, hidden, sinks, keep)
         y = y if self.value_size == self.size else y[..., : self.value_size]
         return rearrange(y, "batch heads seq size -> batch seq (heads size)")
 
@@ -207,18 +208,18 @@ class Attend(Layer):
         kernel = partial(self._here, dropout=dropout, sinks=sinks)
         return attend_across_ranks(kernel, q, k, v, mask, ctx, keep=keep)
 
-    def _within_window(self, mask, q, k) -> torch.Tensor | Packed | MaskPerChunk | None:
+    def _within_window(self, mask, q, k) -> torch.Tensor | Packed | Paged | MaskPerChunk | None:
         """Return the mask with all tokens beyond the window hidden.
 
         Without a mask, but with fewer queries than keys, return a mask for queries that are the
         last of the keys. A Packed mask is returned as it is, because its kernel applies the window.
-        For a single query, a cache returns no keys beyond the window.
+        For a single query, a cache returns no keys beyond the window, and may return Paged.
         """
         queries, keys = q.shape[2], k.shape[2]
         window = self.window or keys
         if mask is None and 1 < queries < keys and self.ctx.cp_size == 1:
             return window_mask(queries, keys, window, q.device)
-        if self.window is None or isinstance(mask, Packed):
+        if self.window is None or isinstance(mask, Packed | Paged):
             return mask
         if isinstance(mask, MaskPerChunk):
             raise UserError(
@@ -238,6 +239,9 @@ class Attend(Layer):
         """Return softmax(q k^T * scale + mask) v for keys that are all on this rank."""
         if isinstance(mask, Packed):
             return self._in_documents(q, k, v, mask)
+        if isinstance(mask, Paged):
+            k, v = (x.transpose(1, 2) for x in (k, v))  # [rows, slots, heads, size]
+            return paged_attention(q.squeeze(2), k, v, *mask, self.scale).unsqueeze(2)
         if isinstance(mask, Shifted):
             y = self._scaled_dot_product(q.flip(2), k, v, mask.of_flipped(), dropout, sinks)
             return y.flip(2)

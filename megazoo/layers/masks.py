@@ -31,6 +31,24 @@ class Packed(NamedTuple):
     longest_of_keys: int | None = None
 
 
+class Paged(NamedTuple):
+    """The keys of a cache that are in use, for one query per row: the first slots of each row.
+
+    The memory of a row is one page of the cache. So a kernel reads only these keys, without a mask.
+
+    Attributes:
+        used: int32 [rows], the number of keys of each row.
+        table: int32 [rows, 1], the page of each row.
+        boundaries: int32 [rows + 1], the first query of each row and the end of the last one.
+        slot_boundaries: int32 [rows + 1], the first slot of each row and the end of the last one.
+    """
+
+    used: torch.Tensor
+    table: torch.Tensor
+    boundaries: torch.Tensor
+    slot_boundaries: torch.Tensor
+
+
 class Shifted(NamedTuple):
     """A causal mask for queries that are the last of the keys, stored as one row.
 

@@ -387,13 +387,20 @@ class Model(BatchCalls, Freezing, Saving, nn.Module):
         Returns:
             Activations, [batch, sequence, hidden].
         """
-        batches = (each for each in arguments if isinstance(each, MicroBatch))
+        batches = [each for each in arguments if isinstance(each, MicroBatch)]
         seed = next((batch.dropout_seed for batch in batches), None)
+        has_cache = any(batch.cache for batch in batches)
 
         def run(x: torch.Tensor, layers: range) -> torch.Tensor:
             with dropout_seed(seed):
                 for i in layers:
-                    x = self.layers[str(i)](x, *arguments)
+                    layer, given = self.layers[str(i)], arguments
+                    if has_cache:
+                        given = [
+                            each.for_layer(layer) if isinstance(each, MicroBatch) else each
+                            for each in arguments
+                        ]
+                    x = layer(x, *given)
             return x
 
         if self._recompute != "full" or not torch.is_grad_enabled():

@@ -38,6 +38,8 @@ def test_a_token_is_one_graph_and_the_host_reads_one_number_or_none(preset, padd
     assert len(seen.captured) == 1
     assert seen.captured[0] > 50
     assert not any("cudnn" in kernel for kernel in seen.attention)
+    pages = any("pages" in kernel for kernel in seen.attention)
+    assert pages is (not padding and preset != "mpt-tiny"), "ALiBi and padding need masks"
     _, syncs, graphs, _ = each_token(preset, padding=padding, settings={"eos_token_id": 5})
     assert (syncs, graphs) == (1, 1)
 
@@ -47,6 +49,19 @@ def test_beams_and_draws_are_graphs_too():
         _, syncs, graphs, _ = each_token("llama-tiny", settings=settings, layers=2)
         assert syncs <= 1
         assert graphs == 1
+
+
+@pytest.mark.parametrize(("preset", "kernels"), [("gpt2-tiny", 12), ("llama-tiny", 20)])
+def test_a_layer_launches_few_kernels_and_one_graph_is_for_all_lengths(preset, kernels):
+    one, two = (
+        in_own_process(generation, preset, rows=1, prompt=60, new=8, layers=layers)
+        for layers in (1, 2)
+    )
+    assert len(one.captured) == len(two.captured) == 1, "past 64 tokens"
+    assert two.captured[0] - one.captured[0] <= kernels
+    assert one.captured[0] - kernels <= 15, "embedding, rotary, norm, head"
+    weights = one.captured_bytes[0]["product_bytes"]
+    assert 0 < one.captured_bytes[0]["bytes"] < weights
 
 
 @pytest.mark.parametrize("rank", [0, 3])

@@ -94,3 +94,63 @@ def test_events_of_the_stream_tell_what_the_device_was_busy_with():
             x.sum().item()
     times = watch.times()
     assert times["forward"] > 0.5 * watch.seconds > times["optimizer"]
+
+
+@pytest.mark.parametrize("preset", ["gpt2-tiny", "llama-tiny"])
+def test_steps_by_pages_are_those_by_masks(preset, monkeypatch):
+    """In bf16: the logits of three rows for given tokens, and that generation uses one graph."""
+    from megazoo.generate import graph
+    from megazoo.torch_internals import takes_pages
+    from tests.support.pages import logits_of_steps
+    from tests.support.training import randomize
+
+    if not takes_pages(torch.device("cuda"), torch.bfloat16):
+        pytest.skip("this version of torch, or this device, has no kernel for pages")
+    ctx = megazoo.ParallelContext.from_torch(device="cuda")
+    model = randomize(megazoo.from_config(preset, ctx, dtype=torch.bfloat16, seed=3)).eval()
+    ids = torch.randint(0, 256, (3, 80), generator=torch.Generator().manual_seed(1)).cuda()
+    by_masks, by_pages = (logits_of_steps(model, ids, 60, paged=paged) for paged in (False, True))
+    assert (by_pages - by_masks).norm() < 2e-2 * by_masks.norm()
+
+    captures, capture = [], graph.StepGraph._capture
+    monkeypatch.setattr(
+        graph.StepGraph, "_capture", lambda *given: [captures.append(1), capture(*given)]
+    )
+    for settings in ({}, {"num_beams": 3}):
+        captures.clear()
+        model.generate(ids[:, :60], max_new_tokens=20, min_new_tokens=20, **settings)
+        assert len(captures) == 1, "from 64 slots to 128, masks need two"
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_attention_to_pages_is_that_of_a_mask(kv_heads, dtype):
+    """For several rows and numbers of keys, eagerly and replayed."""
+    from megazoo.torch_internals import paged_attention, takes_pages
+
+    if not takes_pages(torch.device("cuda"), dtype):
+        pytest.skip("this version of torch, or this device, has no kernel for pages")
+    rows, slots = 3, 768
+    k, v = torch.randn(2, rows, slots, kv_heads, 64, device="cuda", dtype=dtype)
+    q = torch.randn(rows, 4, 64, device="cuda", dtype=dtype)
+    first = torch.arange(rows + 1, device="cuda", dtype=torch.int32)
+    used = torch.ones(rows, device="cuda", dtype=torch.int32)
+
+    def attend():
+        return paged_attention(q, k, v, used, first[:rows, None], first, first * slots, None)
+
+    attend()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = attend()
+    for counts in ([1, 2, 3], [64, 65, 768], [500, 256, 257]):
+        used.copy_(torch.tensor(counts))
+        graph.replay()
+        assert torch.equal(replayed, attend())
+        for row, count in enumerate(counts):
+            keys, values = (
+                x[row, :count].double().repeat_interleave(4 // kv_heads, 1) for x in (k, v)
+            )
+            weights = (torch.einsum("hd,khd->hk", q[row].double(), keys) / 8).softmax(-1)
+            expected = torch.einsum("hk,khd->hd", weights, values)
+            assert (replayed[row].double() - expected).norm() < 1e-2 * expected.norm()

@@ -35,12 +35,14 @@ FREE = {
 WRITING = {aten.copy_, aten.fill_, aten.zero_}
 # They touch a few elements of their first tensor: as many as there are indices or results.
 INDEXED = {aten.gather, aten.embedding, aten.index_select, aten.scatter_add_}
+VARLEN, PAGES = "torch_attn._varlen_attn", "_flash_attention_forward"
+ATTENTION = {"_scaled_dot_product_flash_attention", VARLEN, PAGES}  # get keys and values
 # Products that may have fp32 results of 16-bit factors: what they write of it, and read of the
 # matrix that they add to, is counted as what another kernel would move.
 SUMS = {aten.mm, aten.addmm}
 # Functions that go on only if what they ask of a tensor is true: `choose`, if all logits are
-# finite, and `_check`, if no prompt ends with padding.
-TRUE_IN = {"choose", "_check"}
+# finite, `_check`, if no prompt ends with padding, and `takes_pages`, if its trial succeeds.
+TRUE_IN = {"choose", "_check", "takes_pages"}
 
 
 @dataclass
@@ -51,7 +53,9 @@ class Audit:
     collectives: by kind and axis of the mesh. attention: the kernels that torch would choose.
     bytes, launches, flops: elementwise bytes that kernels move, kernels, and FLOPs of products;
     bytes_of, launches_of: the same by line. captured: the kernels of each CUDA graph.
-    misaligned: products whose 16-bit operands are.
+    misaligned: products whose 16-bit operands are. product_bytes: of the factors and results of
+    matrix products. attention_bytes: of the keys and values that attention is given: of a page all
+    slots, though its kernel reads only those in use. captured_bytes: by name, of each CUDA graph.
     """
 
     syncs: Counter = field(default_factory=Counter)
@@ -62,7 +66,10 @@ class Audit:
     bytes_of: Counter = field(default_factory=Counter)
     launches_of: Counter = field(default_factory=Counter)
     captured: list[int] = field(default_factory=list)
+    captured_bytes: list[Counter] = field(default_factory=list)
     flops: int = 0
+    product_bytes: int = 0
+    attention_bytes: int = 0
 
     @property
     def bytes(self) -> int:
@@ -71,6 +78,11 @@ class Audit:
     @property
     def launches(self) -> int:
         return sum(self.launches_of.values())
+
+    def all_bytes(self) -> Counter:
+        """Return the bytes of elementwise kernels, products and attention, by name."""
+        names = ("bytes", "product_bytes", "attention_bytes")
+        return Counter({name: getattr(self, name) for name in names})
 
     def sync(self, what: str) -> None:
         self.syncs[f"{what} at {line()}"] += 1
@@ -140,8 +152,11 @@ def launches(name: str, args) -> int:
     Source: aten/src/ATen/native/cuda/MultiTensorApply.cuh: a launch takes so many chunks of 65,536
     elements, and so many tensors, by how many lists there are: 320 and 110 to 30; in torch built
     for CUDA 13, whose kernels take longer arguments, 7 times as many (`longer_arguments`). And
-    Shape.cu: tensors are joined 128 at a time.
+    Shape.cu: tensors are joined 128 at a time. And torch/nn/attention/varlen.py: it also makes a
+    tensor of zeros. (Kernels that add parts of attention, where keys are split, are not counted.)
     """
+    if name == VARLEN:
+        return 2
     if name in ("cat", "stack"):
         return -(-len(args[0]) // 128)
     lists = [list(each) for each in args if isinstance(each, list | tuple) and each]
@@ -173,10 +188,14 @@ class Watcher(TorchDispatchMode):
             pairs = zip(*args[:2], strict=True)
             if any(target.device != source.device for target, source in pairs):
                 audit.sync("copies of a list between devices")
-        if str(packet) == "torch_attn._varlen_attn":
+        if str(packet) == VARLEN:
             q, k = args[:2]
             what = f"q {list(q.shape)} k {list(k.shape)} {str(q.dtype)[6:]}"
             audit.attention[f"sm90 varlen, sm80 varlen: {what} boundaries {len(args[3])}"] += 1
+        if packet is aten._flash_attention_forward:
+            q, k = args[:2]
+            what = f"q {list(q.shape)} k {list(k.shape)} {str(q.dtype)[6:]}"
+            audit.attention[f"sm90 pages, sm80 pages: {what}"] += 1
         if packet in (aten._to_copy, aten.copy_):
             self._watch_copy(packet, args, kwargs)
         result = function(*args, **kwargs)
@@ -233,9 +252,20 @@ class Watcher(TorchDispatchMode):
         views = returns and all(r.alias_info and not r.alias_info.is_write for r in returns)
         if views or packet in FREE or all(t.device.type != "cuda" for t in ins + outs):
             return
-        where = line()
-        audit.launches_of[where] += launches(packet.__name__, args)
+        if outs and not any(t.numel() for t in outs):  # nothing to write
+            return
+        where, name = line(), str(packet).removeprefix("aten.")
+        audit.launches_of[where] += launches(name, args)
+        is_attention = name in ATTENTION
+        if is_attention:
+            audit.attention_bytes += args[1].nbytes + args[2].nbytes
+        if name == PAGES:
+            rows, heads, size = args[0].shape  # the formulas don't know of pages
+            audit.flops += 4 * rows * heads * size * args[1].shape[1]
+            return
         if packet in flop_registry:
+            if not is_attention:
+                audit.product_bytes += sum(t.nbytes for t in ins + outs)
             wide = packet in SUMS and "dtype" in function._overloadname
             given = ins if wide else args  # the formulas don't know of a result's own dtype
             audit.flops += flop_registry[packet](*given, **({} if wide else kwargs), out_val=result)
@@ -250,6 +280,8 @@ class Watcher(TorchDispatchMode):
         new = [t for t, r in zip(outs, returns, strict=False) if r.alias_info is None]
         out = (new or outs[:1]) * (2 if packet in INDEXED else 1)
         moved = ins[packet in WRITING or packet in INDEXED :] + out
+        if packet is aten.index_copy_:
+            moved = [args[3], args[3]]
         if packet is aten.scatter_add_:
             moved = [*ins[1:], ins[2], ins[2]]
         audit.bytes_of[where] += sum(

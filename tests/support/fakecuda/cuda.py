@@ -67,9 +67,10 @@ class Graph:
 @contextlib.contextmanager
 def capture(graph: Graph, stream: Stream, capture_error_mode: str):
     audit.launches_of, before = Counter(), audit.launches_of
-    syncs = audit.syncs.total()
+    syncs, bytes_before = audit.syncs.total(), audit.all_bytes()
     yield
     audit.captured.append(audit.launches)
+    audit.captured_bytes.append(audit.all_bytes() - bytes_before)
     audit.launches_of = before
     if audit.syncs.total() > syncs:
         audit.fault("the host waits while a graph is captured")

@@ -14,6 +14,7 @@ from megazoo.layers.masks import additive
 from megazoo.models.registry import find_config
 from megazoo.optim import AdamW
 from megazoo.parallel.context import AXES, ParallelContext
+from megazoo.torch_internals import takes_pages
 from tests.support.fakecuda import groups
 from tests.support.fakecuda.attention import Chooser
 from tests.support.fakecuda.audit import CUDA, Audit, Pinning, Watcher, audit, told
@@ -189,6 +190,7 @@ def generation(
         model = build(preset, context(**(layout or {})), dtype, **changes)
         ids = torch.zeros(rows, prompt, dtype=torch.int64)
         mask = torch.ones_like(ids) if padding else None
+        takes_pages(CUDA, dtype)  # a trial, once per process
         seen()
         model.generate(ids, mask, max_new_tokens=new, **(settings or {}))
         return seen()
