@@ -121,6 +121,14 @@ def test_steps_by_pages_are_those_by_masks(preset, monkeypatch):
         model.generate(ids[:, :60], max_new_tokens=20, min_new_tokens=20, **settings)
         assert len(captures) == 1, "from 64 slots to 128, masks need two"
 
+    pytest.importorskip("triton")
+    model.compile()
+    compiled = logits_of_steps(model, ids, 60, paged=True)
+    assert (compiled - by_masks).norm() < 2e-2 * by_masks.norm()
+    captures.clear()
+    model.generate(ids[:, :60], max_new_tokens=20, min_new_tokens=20)
+    assert len(captures) == 1
+
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

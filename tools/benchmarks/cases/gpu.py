@@ -21,9 +21,10 @@ def cases(setup: Setup) -> Iterator[Result]:
     for preset in PRESETS:
         for length, rows in LENGTHS.items():
             yield from training(preset, length, rows, setup.pairs)
-        ours, reference = alone(generating, preset, setup.pairs)
-        name = f"generate, {preset} in bf16, batch 1, against moving its weights' bytes"
-        yield Result(name, ours, reference, unit="tokens/s")
+        for how, compiled in {"": False, ", compiled": True}.items():
+            ours, reference = alone(generating, preset, setup.pairs, compiled=compiled)
+            name = f"generate, {preset} in bf16{how}, batch 1, against moving its weights' bytes"
+            yield Result(name, ours, reference, unit="tokens/s")
 
 
 def training(preset: str, length: int, rows: int, pairs: int) -> Iterator[Result]:
@@ -144,10 +145,14 @@ def parts_of_a_step(
     return {part: seconds for part, seconds in parts.items() if any(seconds)}, steps
 
 
-def generating(preset: str, pairs: int, device: str = "cuda") -> list[list[float]]:
+def generating(
+    preset: str, pairs: int, device: str = "cuda", compiled: bool = False
+) -> list[list[float]]:
     """Return the tokens/s of generation, and of copying each weight once per token at the device's
-    copy rate."""
+    copy rate. compiled: whether the layers are under torch.compile."""
     model = model_of(preset, 1024, device).eval()
+    if compiled:
+        model.compile()
     ids = torch.randint(0, model.config.vocab_size, (1, 16), device=device)
     size = sum(parameter.nbytes for parameter in model.parameters())
     half = torch.empty(size // 2, dtype=torch.uint8, device=device)  # is read and written

@@ -1,5 +1,6 @@
 """Train and decode on one GPU: a row per model and task, against the device's bf16 peak or its
-memory bandwidth. tools/gpu_rows.sh runs the GPU tests, then each row for at most 95 seconds."""
+memory bandwidth. tools/gpu_rows.sh runs the GPU tests, then each row for at most 95 seconds, except
+those of compiled decoding."""
 
 import functools
 import time
@@ -53,12 +54,14 @@ def varied(what: str, preset: str, length: int, rows: int, setup: Setup) -> Resu
     return Result(f"{text}: {what}, against none", tokens, plain, peaks, "tokens/s")
 
 
-def decoded(preset: str, setup: Setup) -> Result:
+def decoded(preset: str, compiled: bool, setup: Setup) -> Result:
     """Compare the tokens/s of greedy decoding with those of moving the weights' bytes."""
     if setup.tiny:
         preset = tiny_preset(preset)
-    ours, reference = alone(generating, preset, setup.pairs, "cpu" if setup.tiny else "cuda")
-    text = f"decode {preset} in bf16, batch 1, against moving its weights' bytes"
+    device = "cpu" if setup.tiny else "cuda"
+    ours, reference = alone(generating, preset, setup.pairs, device, compiled)
+    how = ", compiled" if compiled else ""
+    text = f"decode {preset} in bf16{how}, batch 1, against moving its weights' bytes"
     return Result(text, ours, reference, unit="tokens/s")
 
 
@@ -73,8 +76,10 @@ ROWS: dict[str, tuple] = {
     "train-olmoe-1b-7b": (trained, "olmoe-1b-7b", 4096, 2),
     "float8-llama3-8b": (varied, "float8 tensorwise", "llama3-8b", 4096, 2),
     "zero3-llama3.2-1b": (varied, "zero 3 at one rank", "llama3.2-1b", 4096, 4),
-    "decode-llama3.2-1b": (decoded, "llama3.2-1b"),
-    "decode-gpt2-1.5b": (decoded, "gpt2-1.5b"),
+    "decode-llama3.2-1b": (decoded, "llama3.2-1b", False),
+    "decode-gpt2-1.5b": (decoded, "gpt2-1.5b", False),
+    "decode-compiled-llama3.2-1b": (decoded, "llama3.2-1b", True),
+    "decode-compiled-gpt2-1.5b": (decoded, "gpt2-1.5b", True),
 }
 
 
