@@ -90,7 +90,8 @@ class Chooser:
         self.prompt = prompt.repeat_interleave(settings.rows_of_prompt, 0)  # [rows, tokens]
         self.real = None if real is None else real.repeat_interleave(settings.rows_of_prompt, 0)
         self.step = 0  # new tokens so far
-        self.finite = torch.ones((), dtype=torch.bool, device=prompt.device)  # all logits
+        # 0 as long as all logits are finite, then NaN
+        self._zero = torch.zeros((), device=prompt.device)
         self.can_end = bool(settings.eos_token_id or settings.stop or settings.halt)
         # On a CPU this is free, and logits that are not finite end the group immediately.
         self.looks = self.can_end or prompt.device.type == "cpu"
@@ -102,13 +103,13 @@ class Chooser:
     def choose(self, logits: torch.Tensor) -> Choice:
         """Choose the next token of every row: see `advance`. If the logits are not finite, the
         tokens are invalid, and the group ends if the host reads the state."""
-        self.finite &= logits.amax().isfinite()  # NaN is the largest
+        self._zero.add_(logits.amax(), alpha=0)  # 0 x inf is NaN, and NaN is the largest
         tokens, sources, over = self.advance(logits)
         if self.settings.halt and self.settings.halt():
             over = torch.ones_like(over)
         state = GOES_ON
         if self.looks:
-            state = torch.where(self.finite, over.all().long(), BROKEN)
+            state = torch.where(self._zero == 0, over.all().long(), BROKEN)
         return Choice(tokens, sources, state)
 
     def advance(
@@ -125,7 +126,7 @@ class Chooser:
     @property
     def broken(self) -> bool:
         """Whether some logits were NaN or infinite."""
-        return not self.finite
+        return bool(self._zero != 0)
 
     def _of_rows(self, logits: torch.Tensor) -> torch.Tensor:
         """Return logits [rows, vocabulary]. The first logits are [prompts, vocabulary], and are
@@ -151,6 +152,7 @@ class Chooser:
         if self.step < s.min_new_tokens and len(self.ends):
             scores = scores.index_fill(-1, self.ends, -torch.inf)
         if s.no_repeat_ngram_size:
+            new = new.clamp(0, scores.shape[-1])  # padding may be -1
             tokens = torch.cat([self._marked_prompt(scores.shape[-1]), new], dim=1)
             banned = repeating(tokens, s.no_repeat_ngram_size, scores.shape[-1])
             left = scores.masked_fill(banned, -torch.inf)
@@ -212,14 +214,14 @@ class Sampler(Chooser):
         """Choose the next token of every row. Returns the tokens, None for the sources (see
         Choice), and which rows have ended, bool [rows]. logits: fp32 [rows, vocabulary]; the first
         are [prompts, vocabulary]."""
-        new = self.tokens[:, : self.step].clamp(0, logits.shape[-1])
-        scores = self._adjusted(self._of_rows(logits), new)
+        scores = self._adjusted(self._of_rows(logits), self.tokens[:, : self.step])
         if self.settings.do_sample:
             tokens = draw(keep_likely(scores, self.settings), self.draws[:, self.step])
         else:
             tokens = scores.argmax(dim=-1)
         # A row that has ended goes on with other tokens, because padding may have no embedding.
-        self.tokens[:, self.step] = tokens.masked_fill(self.ended, self.settings.padding)
+        kept = tokens.masked_fill(self.ended, self.settings.padding) if self.can_end else tokens
+        self.tokens[:, self.step] = kept
         self.step += 1
         self._see(tokens)
         if self.can_end:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from megazoo.layers import fused
+from megazoo.layers.fused import replaced_by
 from megazoo.layers.layer import declared
 from megazoo.layers.masks import HIDDEN, MaskPerChunk, Packed, Paged
 from megazoo.parallel.compile import untraced
@@ -377,7 +379,7 @@ class CacheOfLayer(KVCache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the keys and values to the slot of the token, and return those of all slots to
         attend to: see KVCache.extend."""
-        self._memory.index_copy_(3, self._in_step.place, torch.stack([k, v]))
+        self._memory.index_copy_(3, self._in_step.place, stack_pair(k, v))
         keys, values = self._memory[:, :, :, : len(self._in_step.numbers)]
         return keys, values
 
@@ -385,6 +387,12 @@ class CacheOfLayer(KVCache):
         """Return Paged, or the mask with HIDDEN at the empty slots."""
         assert mask is None or isinstance(mask, torch.Tensor)  # see KVCache.hide
         return self._in_step.hidden(mask)
+
+
+@replaced_by(fused.stack_pair)
+def stack_pair(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Stack two tensors of the same shape, which is only read: [2, ...]."""
+    return torch.stack([k, v])
 
 
 def _tokens_in(places: int, newest: int, device: torch.device) -> torch.Tensor:

@@ -43,12 +43,16 @@ def split_heads(
 
     Same as: qkv.split_heads.
 
-    The three gradients are written into one tensor; autograd would concatenate three.
+    The heads of q and k are next to each other and are rotated together. The three gradients are
+    written into one tensor; autograd would concatenate three. Without gradients, v is a view.
     """
-    if rotary is None and not torch.is_grad_enabled():
-        q, k, v = _views_of_heads(qkv, parts, head_size)
-        return q, k, v
-    return _SplitHeads.apply(qkv, parts, head_size, *(rotary or (None, None)))
+    if torch.is_grad_enabled():
+        return _SplitHeads.apply(qkv, parts, head_size, *(rotary or (None, None)))
+    q, k, v = _views_of_heads(qkv, parts, head_size)
+    if rotary is not None:
+        turned = _turn_queries_and_keys(qkv, parts, head_size, *rotary)
+        q, k = turned.split([q.shape[1], k.shape[1]], dim=1)
+    return q, k, v
 
 
 class _SplitHeads(torch.autograd.Function):
@@ -59,8 +63,10 @@ class _SplitHeads(torch.autograd.Function):
         heads = _views_of_heads(qkv, parts, head_size)
         if cos is None:
             return heads
-        turned = _views_of_heads(torch.empty_like(qkv), parts, head_size)
-        _copy_heads(heads, turned, cos, sin)
+        whole = torch.empty_like(qkv)
+        turned = _views_of_heads(whole, parts, head_size)
+        _turn_queries_and_keys(qkv, parts, head_size, cos, sin, whole)
+        turned[2].copy_(heads[2])
         return turned
 
     @staticmethod
@@ -80,6 +86,23 @@ def _views_of_heads(
     return tuple(
         part.unflatten(-1, (-1, head_size)).transpose(1, 2) for part in qkv.split(parts, dim=-1)
     )
+
+
+def _turn_queries_and_keys(
+    qkv: torch.Tensor,
+    parts: Sequence[int],
+    head_size: int,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Rotate the heads of q and k in qkv: [batch, heads of q and of k, sequence, head_size]. out:
+    memory for the result, which begins like qkv; by default it is new."""
+    features = parts[0] + parts[1]
+    x = qkv[..., :features]
+    target = torch.empty_like(x) if out is None else out[..., :features]
+    x, target = (part.unflatten(-1, (-1, head_size)).transpose(1, 2) for part in (x, target))
+    return _turn(x, *_over_heads(cos, sin), target)
 
 
 def _copy_heads(sources, targets, cos: torch.Tensor | None, sin: torch.Tensor | None) -> None:
@@ -126,8 +149,22 @@ def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tens
     torch.mul(x[..., :size], cos, out=out[..., :size])
     out[..., :half].addcmul_(second, sin[..., :half], value=-1)
     out[..., half:size].addcmul_(first, sin[..., :half])
-    out[..., size:] = rest
+    if rest.shape[-1]:
+        out[..., size:] = rest
     return out
+
+
+def stack_pair(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Stack two tensors, as a view if they are parts of one tensor, such as keys and values of one
+    projection. The result is only read.
+
+    Same as: cache.stack_pair.
+    """
+    distance = v.storage_offset() - k.storage_offset()
+    same = k.shape == v.shape and k.stride() == v.stride() and k.dtype == v.dtype
+    if same and distance > 0 and shares_storage(k, v):
+        return k.as_strided((2, *k.shape), (distance, *k.stride()))
+    return torch.stack([k, v])
 
 
 def gated(inner: torch.Tensor, activation: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:

@@ -125,9 +125,12 @@ class Rotary:
             if positions.device not in self._kept:
                 self._kept[positions.device] = self.frequencies(positions.device)
             frequencies, factor = self._kept[positions.device]
-        angles = positions[..., None].float() * frequencies
+        angles = positions[..., None] * frequencies
         angles = torch.cat([angles, angles], dim=-1)
-        return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+        cos, sin = angles.cos(), angles.sin()
+        if factor != 1.0:
+            cos, sin = cos * factor, sin * factor
+        return cos.to(dtype), sin.to(dtype)
 
     @property
     def longest(self) -> int:

@@ -33,7 +33,7 @@ def each_token(preset: str, **options):
 )
 def test_a_token_is_one_graph_and_the_host_reads_one_number_or_none(preset, padding):
     launches, syncs, graphs, seen = each_token(preset, padding=padding)
-    assert launches < 20
+    assert launches <= (8 if padding else 7)  # padding has positions of its own
     assert (syncs, graphs) == (0, 1)
     assert len(seen.captured) == 1
     assert seen.captured[0] > 50
@@ -51,7 +51,7 @@ def test_beams_and_draws_are_graphs_too():
         assert graphs == 1
 
 
-@pytest.mark.parametrize(("preset", "kernels"), [("gpt2-tiny", 12), ("llama-tiny", 20)])
+@pytest.mark.parametrize(("preset", "kernels"), [("gpt2-tiny", 11), ("llama-tiny", 16)])
 def test_a_layer_launches_few_kernels_and_one_graph_is_for_all_lengths(preset, kernels):
     one, two = (
         in_own_process(generation, preset, rows=1, prompt=60, new=8, layers=layers)
@@ -59,7 +59,7 @@ def test_a_layer_launches_few_kernels_and_one_graph_is_for_all_lengths(preset, k
     )
     assert len(one.captured) == len(two.captured) == 1, "past 64 tokens"
     assert two.captured[0] - one.captured[0] <= kernels
-    assert one.captured[0] - kernels <= 15, "embedding, rotary, norm, head"
+    assert one.captured[0] - kernels <= 12, "embedding, rotary, norm, head"
     weights = one.captured_bytes[0]["product_bytes"]
     assert 0 < one.captured_bytes[0]["bytes"] < weights
 

@@ -8,7 +8,7 @@ from transformers.generation import TopKLogitsWarper, TopPLogitsWarper
 
 import megazoo
 from megazoo.generate import GenerationSettings
-from megazoo.generate.decoding import draw, keep_likely
+from megazoo.generate.decoding import BROKEN, GOES_ON, Sampler, draw, keep_likely
 from tests.support.generation import prompts
 from tests.support.training import context, layout_name, run_in_layout, tiny_config
 
@@ -28,6 +28,23 @@ def test_top_k_and_top_p_keep_the_tokens_that_transformers_keeps():
     for p in (0.25, 0.5, 0.75):  # sums that are p to the bit
         ours = keep_likely(torch.zeros(1, 4), GenerationSettings(top_k=0, top_p=p))
         assert torch.equal(ours, TopPLogitsWarper(p)(None, torch.zeros(1, 4)))
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan, -torch.inf, 3e38, -3e38])
+def test_logits_that_are_not_finite_are_noticed_and_remembered(value):
+    """Of all tokens, or of one, where -inf is a token that can't be chosen."""
+    for places in (slice(None), slice(3, 4)):
+        sampler = Sampler(
+            GenerationSettings(max_new_tokens=3), torch.zeros(2, 1).long(), None, range(2)
+        )
+        logits = torch.zeros(2, 5)
+        assert sampler.choose(logits).state == GOES_ON
+        logits[1:, places] = value
+        whole = torch.full((2, 5), value) if places == slice(None) else logits
+        broken = not whole.amax().isfinite()
+        assert sampler.choose(whole).state == (BROKEN if broken else GOES_ON)
+        assert sampler.choose(torch.zeros(2, 5)).state == (BROKEN if broken else GOES_ON)
+        assert sampler.broken is broken
 
 
 def test_draws_follow_the_probabilities():

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from megazoo.layers import fused, fused_cross_entropy, matmul
+from megazoo.layers.cache import stack_pair
 from megazoo.layers.cross_entropy import _columns_of, summed_losses, token_losses
 from megazoo.layers.loss_terms import LossTerms
 from megazoo.layers.mlp import gated, gelu_tanh
@@ -19,6 +20,7 @@ from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.cpu import products
 from megazoo.parallel.deferred import WeightQueue
 from megazoo.parallel.shard import Shard
+from megazoo.torch_internals import shares_storage
 from tests.support.numbers import DTYPES, assert_equal, numbers, results
 from tests.support.training import context
 
@@ -50,6 +52,38 @@ def test_split_heads(rows, dtype, monkeypatch):
     assert_equal(ours, plain, exact_values=rotary is None)
     if rotary is None:
         assert torch.equal(ours[1][0], plain[1][0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_heads_without_gradients(dtype, monkeypatch):
+    """As with gradients, bit for bit, and v is not copied; also with features that do not turn."""
+    for rows, size in product((None, 2), (4, 8)):
+        qkv, parts = numbers(2, 7, 6 * size, dtype=dtype), [4 * size, size, size]
+        rotary = cos_and_sin(rows, dtype)
+        expected = fused.split_heads(qkv, parts, size, rotary)
+        with torch.no_grad():
+            found = fused.split_heads(qkv, parts, size, rotary)
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+        assert shares_storage(found[2], qkv)
+        assert not shares_storage(found[0], qkv)
+
+
+def test_pairs_are_stacked_as_views_of_one_tensor():
+    qkv = numbers(2, 1, 24)
+    q, k, v = split_heads(qkv, [16, 4, 4], 4)
+    for one, other, is_view in (
+        (k, v, True),
+        (q[:, :1], q[:, 1:2], True),
+        (v, k, False),
+        (k, k, False),
+        (k, v.clone(), False),
+        (k, split_heads(numbers(2, 1, 24, seed=1), [16, 4, 4], 4)[2], False),
+        (k, qkv[:, None, :, 16:24:2], False),
+    ):
+        with torch.no_grad():
+            pair = fused.stack_pair(one, other)
+        assert torch.equal(pair, stack_pair.__wrapped__(one, other))
+        assert shares_storage(pair, qkv) is is_view
 
 
 def test_rms_norm():
