@@ -253,7 +253,7 @@ def takes_float8_product(
 
 
 def linear_by_onednn(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return F.linear(x, weight, bias) in fp32 on a CPU, without a gradient, computed with oneDNN.
 

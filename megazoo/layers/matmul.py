@@ -20,7 +20,7 @@ from megazoo.parallel.collectives import (
 )
 from megazoo.parallel.compile import untraced
 from megazoo.parallel.context import ParallelContext
-from megazoo.parallel.cpu.products import product_dtype
+from megazoo.parallel.cpu.products import prefers_onednn, product_dtype
 from megazoo.parallel.deferred import AtOnce, WeightQueue
 from megazoo.parallel.recompute import Moment, replay
 from megazoo.parallel.regions import enter_tensor_parallel
@@ -95,6 +95,7 @@ def multiply(
     queues = _queues(queue, x, weights) if torch.is_grad_enabled() else ()
     if recompute is None and not any(queues):
         dtype, is_plain = _dtype_of(products, x), set(products) == {PLAIN}
+        is_plain &= not any(prefers_onednn(x, weight.numel()) for weight in weights)
         # autograd saves only x, too
         if not torch.is_grad_enabled() or (is_plain and dtype == x.dtype):
             return _outputs(products, x, weights, bias, dtype)

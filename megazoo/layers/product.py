@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from megazoo.layers.aligned import aligned, aligned_product
-from megazoo.parallel.cpu.products import linear_for, product_dtype
+from megazoo.parallel.cpu.products import linear_for, prefers_onednn, product_dtype
 from megazoo.parallel.deferred import add_product
 
 KERNEL_BYTES = 16  # the kernel for groups needs rows whose bytes are a multiple of this
@@ -63,7 +63,9 @@ class Product:
         """
         if counts is not None:
             return _grouped(grad, weight.mT, counts)
-        return grad @ weight if total is None else total.addmm_(grad, weight)
+        if total is None:
+            return linear_for(grad, weight)(grad, weight.t())
+        return total.addmm_(grad, weight)
 
     def weight_gradient(
         self, grad: torch.Tensor, x: torch.Tensor, counts: torch.Tensor | None = None
@@ -122,13 +124,13 @@ def grouped_linear_formula(
 ) -> torch.Tensor:
     """Multiply each group of rows with another matrix: see `megazoo.layers.grouped`."""
     groups = zip(x.split(counts.tolist()), weight.unbind(), strict=True)
-    return torch.cat([F.linear(rows, matrix) for rows, matrix in groups])
+    return torch.cat([linear_for(rows, matrix)(rows, matrix) for rows, matrix in groups])
 
 
 def _grouped(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     if x.is_meta:  # the counts have no values; one matrix costs as much as several
         return F.linear(x, weight[0])
-    if not _kernel_accepts(x, *weight.shape[1:]):
+    if prefers_onednn(x, weight.shape[1:].numel()) or not _kernel_accepts(x, *weight.shape[1:]):
         return grouped_linear_formula(x, weight, counts)
     dtype = product_dtype(x)  # CPUs may multiply bfloat16 faster as fp32
     ends = counts.cumsum(0).int()

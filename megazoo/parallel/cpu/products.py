@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from megazoo.torch_internals import linear_by_onednn
 
 WIDENED_ROWS = 128  # the minimum for products in fp32: see product_dtype
-FEW_ROWS = 32  # the maximum for which another library is used: see linear_for
-FEWEST_WEIGHTS = 1 << 18  # of such a matrix: oneDNN needs longer to start
+FEW_ROWS = 32  # the maximum for which MKL uses one core: see prefers_onednn
+FEWEST_WEIGHTS = 1 << 18  # of a matrix for oneDNN, which needs longer to start
 # Instructions that multiply bfloat16, as Linux names them: of x86 and of ARM.
 OF_BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}
+INTEL = "GenuineIntel"
 CPU_FILE = Path("/proc/cpuinfo")
 
 
@@ -24,31 +25,39 @@ class Methods(NamedTuple):
     """The methods of products that are faster on a CPU.
 
     widened: compute products of bfloat16 in fp32. by_onednn: compute products of few rows in fp32
-    with oneDNN instead of the BLAS library (MKL), which runs them on one core.
+    with oneDNN instead of the BLAS library (MKL), which runs them on one core. all_by_onednn:
+    compute products of any number of rows with a weight in fp32 with oneDNN, because MKL uses
+    AVX-512 only on processors from Intel.
     """
 
     widened: bool
     by_onednn: bool
+    all_by_onednn: bool = False
 
 
 _agreed: Methods | None = None  # set by `follow`
 
 
 def linear_for(x: torch.Tensor, weight: torch.Tensor) -> Callable[..., torch.Tensor]:
-    """Return the function f(x, weight, bias) that multiplies x by a weight. It is F.linear, or
-    oneDNN's function if that is faster on this CPU, for few rows in fp32 in inference mode
-    (generation). oneDNN sums in another order.
+    """Return the function f(x, weight, bias) that multiplies x by a weight. It is F.linear, or,
+    where no gradient is recorded, oneDNN's function if that is faster on this CPU. oneDNN sums in
+    another order.
     """
-    few = (
-        not torch.compiler.is_compiling()
-        and torch.is_inference_mode_enabled()
-        and x.dtype == torch.float32
-        and x.device.type == "cpu"
-        and x.shape[:-1].numel() <= FEW_ROWS
-    )
-    if few and weight.numel() >= FEWEST_WEIGHTS and methods().by_onednn:
+    if not torch.is_grad_enabled() and prefers_onednn(x, weight.numel()):
         return linear_by_onednn
     return F.linear
+
+
+def prefers_onednn(x: torch.Tensor, weights: int) -> bool:
+    """Return whether oneDNN is faster than the BLAS library for the product of x, [..., features],
+    with a matrix of this number of elements: in fp32, for few rows in inference mode (generation),
+    or for any number of rows."""
+    if torch.compiler.is_compiling() or x.dtype != torch.float32 or x.device.type != "cpu":
+        return False
+    if weights < FEWEST_WEIGHTS:
+        return False
+    few = torch.is_inference_mode_enabled() and x.shape[:-1].numel() <= FEW_ROWS
+    return methods().all_by_onednn or (few and methods().by_onednn)
 
 
 def product_dtype(x: torch.Tensor) -> torch.dtype:
@@ -69,7 +78,11 @@ def methods() -> Methods:
     if _agreed is not None:
         return _agreed
     has_both = torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()
-    return Methods(widened=not _has_bfloat16(), by_onednn=has_both)
+    return Methods(
+        widened=not _has_bfloat16(),
+        by_onednn=has_both,
+        all_by_onednn=has_both and _has_avx512_of_another_vendor(),
+    )
 
 
 def follow(agreed: Methods | None) -> None:
@@ -85,9 +98,22 @@ def follow(agreed: Methods | None) -> None:
 @functools.cache
 def _has_bfloat16() -> bool:
     """Return whether this CPU has instructions for products of bfloat16. False if unknown."""
+    cores = [{*flags.split()} for flags in _lines_of_cpu("flags|Features")]
+    return bool(cores) and all(OF_BFLOAT16 & core for core in cores)
+
+
+@functools.cache
+def _has_avx512_of_another_vendor() -> bool:
+    """Return whether this CPU has AVX-512 and is not from Intel. False if unknown."""
+    vendors = {name.strip() for name in _lines_of_cpu("vendor_id")}
+    cores = [{*flags.split()} for flags in _lines_of_cpu("flags")]
+    return bool(vendors - {INTEL}) and all("avx512f" in core for core in cores)
+
+
+def _lines_of_cpu(names: str) -> list[str]:
+    """Return the values of each core under one of these names, a regular expression."""
     try:
         text = CPU_FILE.read_text()
     except OSError:
-        return False
-    lines = re.findall(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
-    return bool(lines) and all(OF_BFLOAT16 & {*line.split()} for line in lines)
+        return []
+    return re.findall(rf"^(?:{names})\s*:(.*)$", text, re.MULTILINE)

@@ -6,12 +6,15 @@ from itertools import product
 import pytest
 import torch
 
+from megazoo.layers.grouped import grouped_linear
 from megazoo.layers.matmul import linear
+from megazoo.layers.product import grouped_linear_formula
 from megazoo.parallel.cpu import products
 from megazoo.parallel.cpu.products import FEW_ROWS, FEWEST_WEIGHTS, Methods
 from tests.support.training import context
 
 OTHER = Methods(widened=True, by_onednn=True)
+ALL_BY_ONEDNN = Methods(widened=False, by_onednn=True, all_by_onednn=True)
 
 
 X86 = "processor : {}\nflags\t\t: fpu avx2 avx512f {}\n\n"
@@ -49,6 +52,30 @@ def test_onednn_is_chosen_where_there_is_mkl(monkeypatch):
         assert products.methods().by_onednn == (mkl and onednn)
 
 
+VENDOR = "vendor_id\t: {}\nflags\t\t: fpu avx2 {}\n\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "has"),
+    [
+        (VENDOR.format("AuthenticAMD", "avx512f") * 2, True),
+        (VENDOR.format("AuthenticAMD", ""), False),
+        (VENDOR.format("GenuineIntel", "avx512f"), False),
+        (ARM.format(0, "bf16"), False),
+        ("", False),
+    ],
+)
+def test_products_in_fp32_use_onednn_on_avx512_of_other_vendors(text, has, tmp_path, monkeypatch):
+    (tmp_path / "cpuinfo").write_text(text)
+    monkeypatch.setattr(products, "CPU_FILE", tmp_path / "cpuinfo")
+    assert products._has_avx512_of_another_vendor.__wrapped__() == has
+    monkeypatch.setattr(products, "_has_avx512_of_another_vendor", lambda: has)
+    monkeypatch.setattr(products, "_agreed", None)
+    for mkl in (False, True):
+        monkeypatch.setattr(torch.backends.mkl, "is_available", lambda has=mkl: has)
+        assert products.methods().all_by_onednn == (has and mkl)
+
+
 def followed(of_ranks):
     """What this rank uses when the CPU of rank 0 has bfloat16, or only those of the others."""
     first = os.environ["RANK"] == "0"
@@ -72,7 +99,7 @@ def calls(monkeypatch):
     """Where oneDNN is faster: the shapes of x that it was given."""
     shapes, multiply = [], products.linear_by_onednn
 
-    def counted(x, weight, bias):
+    def counted(x, weight, bias=None):
         shapes.append(tuple(x.shape))
         return multiply(x, weight, bias)
 
@@ -111,3 +138,39 @@ def test_training_many_rows_and_small_matrices_are_multiplied_as_usual(calls):
     with torch.inference_mode():
         linear(x[:1], weight)
     assert len(calls) == 1
+
+
+def gradients_of(compute, x, weight, *more):
+    """Return the result of compute(x, weight, *more) and its gradients, for a seeded gradient."""
+    leaves = [each.clone().requires_grad_() for each in (x, weight)]
+    y = compute(*leaves, *more)
+    seed = torch.Generator().manual_seed(1)
+    gradient = torch.randn(y.shape, generator=seed, dtype=torch.float64).to(y.dtype)
+    return [y.detach(), *torch.autograd.grad(y, leaves, gradient)]
+
+
+@pytest.mark.parametrize("rows", [0, 1, 70])
+def test_training_by_onednn_has_the_same_products_and_gradients(rows, calls, monkeypatch):
+    monkeypatch.setattr(products, "methods", lambda: ALL_BY_ONEDNN)
+    torch.manual_seed(0)
+    x, weight = torch.randn(rows, 3, 600).double(), torch.randn(450, 600).double()
+    bias = torch.randn(450).double()
+    for more in ((), (bias,)):
+        found = gradients_of(linear, x.float(), weight.float(), *(each.float() for each in more))
+        assert len(calls) == 2, "the output, and the gradient of the input"
+        calls.clear()
+        expected = gradients_of(torch.nn.functional.linear, x, weight, *more)
+        for ours, exact in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=2e-4)
+
+
+def test_training_experts_by_onednn_has_the_same_products_and_gradients(calls, monkeypatch):
+    monkeypatch.setattr(products, "methods", lambda: ALL_BY_ONEDNN)
+    torch.manual_seed(0)
+    counts = torch.tensor([5, 0, 40])
+    x, weight = torch.randn(45, 600).double(), torch.randn(3, 450, 600).double()
+    found = gradients_of(grouped_linear, x.float(), weight.float(), counts)
+    assert len(calls) == 2 * len(counts)
+    expected = gradients_of(grouped_linear_formula, x, weight, counts)
+    for ours, exact in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=2e-4)
