@@ -32,6 +32,8 @@ __all__ = [
     "int8_product",
     "linear_by_onednn",
     "norm_of_each",
+    "packed_weight",
+    "packs_weights",
     "paged_attention",
     "product_in_fp32",
     "profiler_runs",
@@ -255,12 +257,26 @@ def takes_float8_product(
 def linear_by_onednn(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return F.linear(x, weight, bias) in fp32 on a CPU, without a gradient, computed with oneDNN.
+    """Return F.linear(x, weight, bias) in fp32 on a CPU, without a gradient, computed with oneDNN;
+    or in bfloat16, for a packed weight.
 
     F.linear uses the BLAS library for fp32, and no public function selects another library.
     MkldnnLinear of torch.utils.mkldnn stores a second copy of the weight.
     """
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+def packed_weight(weight: torch.Tensor) -> torch.Tensor:
+    """Return a bfloat16 weight in oneDNN's layout for products of few rows: see linear_by_onednn.
+
+    The public to_mkldnn() keeps rows one after the other.
+    """
+    return torch.ops.mkldnn._reorder_linear_weight(weight, 1)
+
+
+def packs_weights() -> bool:
+    """Return whether packed_weight supports this CPU. No public function returns it."""
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:

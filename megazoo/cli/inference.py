@@ -13,7 +13,7 @@ from megazoo.cli.starting import data_parallel_size, start_missing_ranks
 from megazoo.commands import torchrun_line
 from megazoo.environment import world_size
 from megazoo.errors import UserError
-from megazoo.layers import round_to_float8, round_to_int8
+from megazoo.layers import pack_weights, round_to_float8, round_to_int8
 from megazoo.lora import load_from, merge
 from megazoo.lora.source import open_beside
 from megazoo.models.base import Model
@@ -143,6 +143,7 @@ def run_with_model(
             if adapters:
                 merge(model)
             (round_to_int8 if options.int8 else round_to_float8)(model)
+        pack_weights(model)
         work(model.eval(), tokenizer)
 
     start_missing_ranks(

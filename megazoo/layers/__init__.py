@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         LayerNormPerHead,
         RMSNorm,
     )
+    from megazoo.layers.packed_weights import pack_weights
     from megazoo.layers.qkv import QKVParallelLinear, units_of_heads
     from megazoo.layers.rotary import Rotary, rotate
     from megazoo.layers.router import ReplicatedLinear, Router
@@ -83,6 +84,7 @@ __getattr__, __dir__ = lazy_attributes(
         "alibi_slopes": "megazoo.layers.alibi",
         "attach_loss": "megazoo.layers.auxiliary",
         "gelu_tanh": "megazoo.layers.mlp",
+        "pack_weights": "megazoo.layers.packed_weights",
         "rotate": "megazoo.layers.rotary",
         "multiply_in_float8": "megazoo.layers.float8",
         "round_to_float8": "megazoo.layers.float8",
@@ -130,6 +132,7 @@ __all__ = [
     "attach_loss",
     "gelu_tanh",
     "multiply_in_float8",
+    "pack_weights",
     "rotate",
     "round_to_float8",
     "round_to_int8",

@@ -263,9 +263,11 @@ def round_weights(
 
 
 def refuse_rounded(model: nn.Module, what: str) -> None:
-    """Raise UserError if weights of a model are rounded to 8 bits. what: the operation, e.g.
-    "saved"."""
+    """Raise UserError if weights of a model are rounded to 8 bits, or packed. what: the operation,
+    e.g. "saved"."""
     if any(parameter.dtype in ROUNDED for parameter in model.parameters()):
         raise UserError(
             f"weights that are rounded to 8 bits can't be {what}: do that before rounding"
         )
+    if any(parameter.is_mkldnn for parameter in model.parameters()):
+        raise UserError(f"weights in oneDNN's layout can't be {what}: do that before pack_weights")

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from megazoo.torch_internals import linear_by_onednn
+from megazoo.torch_internals import linear_by_onednn, packs_weights
 
 WIDENED_ROWS = 128  # the minimum for products in fp32: see product_dtype
 FEW_ROWS = 32  # the maximum for which MKL uses one core: see prefers_onednn
@@ -58,6 +58,14 @@ def prefers_onednn(x: torch.Tensor, weights: int) -> bool:
         return False
     few = torch.is_inference_mode_enabled() and x.shape[:-1].numel() <= FEW_ROWS
     return methods().all_by_onednn or (few and methods().by_onednn)
+
+
+def gains_from_packing(weight: torch.Tensor) -> bool:
+    """Return whether products of few rows with a weight are faster in oneDNN's layout: in bfloat16,
+    on a CPU with instructions for it."""
+    if weight.dtype != torch.bfloat16 or weight.device.type != "cpu" or weight.is_mkldnn:
+        return False
+    return weight.numel() >= FEWEST_WEIGHTS and not methods().widened and packs_weights()
 
 
 def product_dtype(x: torch.Tensor) -> torch.dtype:
