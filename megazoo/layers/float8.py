@@ -17,6 +17,7 @@ from megazoo.layers.product import PLAIN, Product
 from megazoo.parallel.axes import Axis
 from megazoo.parallel.collectives import all_reduce, all_reduce_over
 from megazoo.parallel.context import ParallelContext
+from megazoo.parallel.cpu.products import linear_for
 from megazoo.parallel.shard import ParameterSpec
 from megazoo.torch_internals import float8_product, takes_float8_product
 
@@ -157,7 +158,8 @@ class Float8Product(nn.Module, Product):
         in forward."""
         if takes_float8_product(a.values, b.values, dtype, is_rowwise=len(a.scale) > 1):
             return float8_product(a.values, b.values, a.scale, b.scale, dtype, fast)
-        return (a.values.float() @ b.values.float().t() / (a.scale * b.scale.t())).to(dtype)
+        x, weight = a.values.float(), b.values.float()
+        return (linear_for(x, weight)(x, weight) / (a.scale * b.scale.t())).to(dtype)
 
     def _rounded_stack(self, weight: torch.Tensor, summed: int, axes: Axes) -> torch.Tensor:
         """Return a stack of matrices whose values are those of float8. summed: the dimension that
