@@ -30,7 +30,7 @@ from megazoo.files import write_text
 from megazoo.settings import File
 
 CASES = (
-    "train", "experts", "sequence", "lora", "parallel", "pipeline", "build", "generate",
+    "train", "muon", "experts", "sequence", "lora", "parallel", "pipeline", "build", "generate",
     "checkpoint", "data", "plan", "gpu", "gpu_rows", "scaling",
 )  # fmt: skip
 COLUMNS = (

@@ -27,6 +27,8 @@ def cases(setup: Setup) -> Iterator[Result]:
     yield in_turn("import megazoo, against import torch", setup.pairs, package, bare)
     program = Side([[python, TOOLS.parent / "pretrain_gpt.py", "--help"]], nothing)
     yield in_turn("pretrain_gpt.py --help, against import torch", setup.pairs, program, bare)
+    one_step = Side([[*program.commands[0][:2], "--steps", "1", "--eval-steps", "0"]], nothing)
+    yield in_turn("one step of the demo, against import torch", setup.pairs, one_step, bare)
 
 
 def context():

@@ -9,7 +9,6 @@ from benchmarks.results import Result, Setup
 from benchmarks.turns import CORES, Job, alone, jobs_in_turn, seconds_in_turn
 
 ROWS, SEQUENCE, VOCABULARY = 8, 256, 8192
-NS_DTYPES = ("float32", "bfloat16")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -17,31 +16,13 @@ def cases(setup: Setup) -> Iterator[Result]:
     for model in ("gpt2", "llama", "mpt"):
         with tempfile.TemporaryDirectory() as directory:
             alone(make, model, directory)
-            for our_dtype, their_dtype in (("fp32", "fp32"), ("bf16", "bf16"), ("bf16", "fp32")):
-                jobs = [
-                    Job(1, ours, (directory, our_dtype)),
-                    Job(1, theirs, (directory, their_dtype)),
-                ]
-                name = f"train {model} in {our_dtype}, against transformers in {their_dtype}"
+            for dtype in DTYPES:
+                jobs = [Job(1, side, (directory, dtype)) for side in (ours, theirs)]
+                name = f"train {model} in {dtype}, against transformers"
                 yield rates(name, jobs_in_turn(jobs, setup.pairs), ROWS)
             steps, products = alone(rates_of_products, directory, setup.pairs)
             name = f"train {model} in fp32, against bare products of its sizes"
             yield Result(name, steps, products, unit="GFLOP/s")
-    yield from of_muon(setup)
-
-
-def of_muon(setup: Setup) -> Iterator[Result]:
-    """Compare Muon, with each data type of the orthogonalization, with AdamW: in steps of ROWS rows
-    and of 8 * ROWS rows."""
-    with tempfile.TemporaryDirectory() as directory:
-        alone(make, "gpt2", directory)
-        for rows in (ROWS, 8 * ROWS):
-            jobs = [Job(1, ours, (directory, "fp32", (1, 1, 1), rows, rows // ROWS))]
-            jobs += [Job(1, ours_by_muon, (directory, rows, ns_dtype)) for ns_dtype in NS_DTYPES]
-            adamw, *found = jobs_in_turn(jobs, setup.pairs)
-            for ns_dtype, muon in zip(NS_DTYPES, found, strict=True):
-                name = f"train gpt2 in fp32, {rows} rows, by Muon in {ns_dtype}, against AdamW"
-                yield rates(name, [muon, adamw], rows)
 
 
 def rates(
@@ -135,22 +116,6 @@ def theirs(directory: str, dtype: str) -> Callable[[], object]:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-
-    return step
-
-
-def ours_by_muon(directory: str, rows: int, ns_dtype: str) -> Callable[[], object]:
-    """Return a function that runs a training step with Muon in one process. ns_dtype: as in
-    `Muon`."""
-    import megazoo
-
-    torch.set_num_threads(CORES)
-    model, ids = megazoo.from_pretrained(directory).train(), batch(rows)
-    optimizer = megazoo.optim.Muon(model, lr=1e-3, adamw={"lr": 1e-4}, ns_dtype=ns_dtype)
-
-    def step():
-        model.train_batch(ids, labels=ids, num_microbatches=rows // ROWS)
-        optimizer.step()
 
     return step
 
