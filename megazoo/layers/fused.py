@@ -172,7 +172,19 @@ def gated(inner: torch.Tensor, activation: Callable[[torch.Tensor], torch.Tensor
 
     Same as: mlp.gated.
     """
+    if not torch.is_grad_enabled():
+        return _product_of_halves(activation, inner)
     return _Gated.apply(activation, inner)
+
+
+def _product_of_halves(
+    activation: Callable[[torch.Tensor], torch.Tensor], inner: torch.Tensor
+) -> torch.Tensor:
+    gate, up = inner.chunk(2, dim=-1)
+    activated = activation(gate)
+    if shares_storage(activated, inner):  # the activation is the identity
+        return activated * up
+    return activated.mul_(up)
 
 
 class _Gated(torch.autograd.Function):
@@ -180,11 +192,7 @@ class _Gated(torch.autograd.Function):
     def forward(ctx, activation, inner):
         ctx.activation = activation
         ctx.save_for_backward(inner)
-        gate, up = inner.chunk(2, dim=-1)
-        activated = activation(gate)
-        if shares_storage(activated, inner):  # the activation is the identity
-            return activated * up
-        return activated.mul_(up)
+        return _product_of_halves(activation, inner)
 
     @staticmethod
     def backward(ctx, grad):
@@ -213,17 +221,27 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """
     if x.is_cuda and x.dtype == weight.dtype:
         return F.rms_norm(x, weight.shape, weight, eps)
+    if not torch.is_grad_enabled():  # calling the function takes longer than a kernel
+        return _normalised(x, weight, eps)[0]
     return _RMSNorm.apply(x, weight, eps)
+
+
+def _normalised(
+    x: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the normalised x, and the number of each row that it was scaled by."""
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    y = (wide * scale).to(x.dtype)
+    return (y.mul_(weight) if weight.dtype == y.dtype else weight * y), scale
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, eps):
-        wide = x.float()
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        y, scale = _normalised(x, weight, eps)
         ctx.save_for_backward(x, weight, scale)
-        y = (wide * scale).to(x.dtype)
-        return y.mul_(weight) if weight.dtype == y.dtype else weight * y
+        return y
 
     @staticmethod
     def backward(ctx, grad):
