@@ -14,6 +14,7 @@ PARAMETERS = {"weight", "bias", "A", "B"}
 # Functions that change parameters, or describe them: no forward calls them.
 OUTSIDE_OF_FORWARD = {
     "round_weights": "rounds weights",
+    "pack_weights": "changes the layout of weights",
     "Router.batch_counted": "the engine changes the bias between batches",
     "Adapter.change": "the change of a weight that adapters are merged into",
 }
