@@ -36,7 +36,7 @@ class KVCache:
         self.length, self.copies, self.prompt, self.windows = length, copies, prompt, windows
         self.used = 0  # tokens
         self.position: torch.Tensor | None = None  # of a StaticKVCache
-        # whether the prompt has masks with more than windows: a layer without one has a tensor
+        # whether a layer without a window had a mask in the prompt: its steps need one, too
         self.masked = False
         self._kept: dict[nn.Module, torch.Tensor] = {}  # memory per layer
 
@@ -180,7 +180,7 @@ class StaticKVCache(KVCache):
     Attention covers all slots of a bucket, and a mask hides the empty ones. Buckets have 64, 128,
     256 ... slots, so there are few of them, and each row is aligned.
 
-    If `paged` is True and the prompt has only masks of windows, the memory of each row is a page.
+    If `paged` is True, and no layer without a window has a mask, the memory of each row is a page.
     Attention then gets Paged and reads only the tokens so far. Its shape is the same for all of
     them. A layer with a window gets Paged if the window is a multiple of PAGE.
 
@@ -210,7 +210,7 @@ class StaticKVCache(KVCache):
         super().__init__(-(-length // block) * block, copies, prompt=prompt)
         self.position = torch.zeros(1, dtype=torch.int64, device=device)
         self.numbers = torch.arange(self.length, device=device)
-        self.takes_pages = paged
+        self.may_use_pages = paged
         self._first: torch.Tensor | None = None  # of each row, and the end: int32 [rows + 1]
         self._nothing: torch.Tensor | None = None  # a mask that hides no slot: [1, 1, 1, length]
         # by number of slots: what the layers share in the newest step
@@ -221,7 +221,7 @@ class StaticKVCache(KVCache):
     @property
     def paged(self) -> bool:
         """Whether the steps of one token use pages."""
-        return self.takes_pages and not self.masked
+        return self.may_use_pages and not self.masked
 
     def keys(self, tokens: int) -> int:
         """Return the number of slots that `tokens` new tokens attend to (during the prompt: only
@@ -368,8 +368,12 @@ class CacheOfLayer(KVCache):
     def __init__(self, cache: StaticKVCache, memory: torch.Tensor, shared: SharedByLayers):
         """memory: of the layer, as in KVCache."""
         super().__init__(cache.length, cache.copies, prompt=cache.prompt)
-        self.used, self.position, self.masked = cache.used, cache.position, cache.masked
+        self.position = cache.position
         self._memory, self._in_step, self._keys = memory, shared, cache.keys(1)
+
+    @property
+    def in_prompt(self) -> bool:
+        return False
 
     def keys(self, tokens: int) -> int:
         return self._keys

@@ -6,7 +6,7 @@ import torch
 
 from megazoo.layers.product import PLAIN, Product
 from megazoo.parallel.compile import untraced
-from megazoo.parallel.cpu.products import prefers_onednn
+from megazoo.parallel.cpu.products import multiplies_by_onednn
 from megazoo.parallel.deferred import AtOnce, WeightQueue
 
 
@@ -35,7 +35,7 @@ def grouped_linear(
         [rows, outputs].
     """
     later = isinstance(queue, WeightQueue) and weight.requires_grad and queue.serves(x, weight)
-    if later or product is not PLAIN or prefers_onednn(x, weight.shape[1:].numel()):
+    if later or product is not PLAIN or multiplies_by_onednn(x, weight.shape[1:].numel()):
         return _Grouped.apply(product, queue if later else None, counts, x, weight)
     return product.output(x, weight, counts=counts)
 

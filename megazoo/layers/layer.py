@@ -39,7 +39,8 @@ class Layer(ShardedModule):
             itself or on its attention.
         kernel_masks: an attention accepts all masks that `mask_of` returns, in addition to boolean
             ones. A block must pass its mask to its attention only.
-        static_cache: an attention works with a StaticKVCache, whose slots do not move.
+        static_cache: an attention works with a StaticKVCache, whose slots do not move. If it also
+            accepts Packed, it accepts Paged: see megazoo.layers.masks.
         auxiliary_losses: names of the losses that the layer attaches: see `attach_loss`.
         counts_tokens: the layer counts tokens in training: see
             `megazoo.layers.auxiliary.count_tokens`.

@@ -260,6 +260,14 @@ def round_weights(
         cut_inputs = layer.ctx.tp_group if isinstance(layer, RowParallelLinear) else None
         weight, scale = rounded(layer.weight.detach(), cut_inputs)
         layer.weight, layer.product = nn.Parameter(weight, requires_grad=False), product_of(scale)
+    forget_parameters(model)
+
+
+def forget_parameters(model: nn.Module) -> None:
+    """Free the parameters that a model had before: its engine refers to those that it reduced."""
+    engine = getattr(model, "engine", None)
+    if hasattr(engine, "parameters_changed"):
+        engine.parameters_changed()
 
 
 def refuse_rounded(model: nn.Module, what: str) -> None:
@@ -269,5 +277,10 @@ def refuse_rounded(model: nn.Module, what: str) -> None:
         raise UserError(
             f"weights that are rounded to 8 bits can't be {what}: do that before rounding"
         )
+    refuse_packed(model, what)
+
+
+def refuse_packed(model: nn.Module, what: str) -> None:
+    """Raise UserError if weights of a model are in oneDNN's layout. what: the operation."""
     if any(parameter.is_mkldnn for parameter in model.parameters()):
         raise UserError(f"weights in oneDNN's layout can't be {what}: do that before pack_weights")

@@ -20,7 +20,7 @@ from megazoo.parallel.collectives import (
 )
 from megazoo.parallel.compile import untraced
 from megazoo.parallel.context import ParallelContext
-from megazoo.parallel.cpu.products import prefers_onednn, product_dtype
+from megazoo.parallel.cpu.products import multiplies_by_onednn, product_dtype
 from megazoo.parallel.deferred import AtOnce, WeightQueue
 from megazoo.parallel.recompute import Moment, replay
 from megazoo.parallel.regions import enter_tensor_parallel
@@ -95,7 +95,7 @@ def multiply(
     queues = _queues(queue, x, weights) if torch.is_grad_enabled() else ()
     if recompute is None and not any(queues):
         dtype, is_plain = _dtype_of(products, x), set(products) == {PLAIN}
-        is_plain &= not any(prefers_onednn(x, weight.numel()) for weight in weights)
+        is_plain &= not any(multiplies_by_onednn(x, weight.numel()) for weight in weights)
         # autograd saves only x, too
         if not torch.is_grad_enabled() or (is_plain and dtype == x.dtype):
             return _outputs(products, x, weights, bias, dtype)
@@ -162,14 +162,14 @@ class _Linears(torch.autograd.Function):
             inputs = [each.detach().requires_grad_(is_wanted) for each, is_wanted in pairs]
             x = replay(ctx.recompute, ctx.first, *inputs)
         input_grads: list = [None] * len(inputs)
-        rows = [grad.flatten(0, -2).to(dtype) for grad in grads]
+        rows = [_rows(grad).to(dtype) for grad in grads]
         bias_grad, rows = _bias_gradient(ctx, rows), _of_products(ctx.products, rows)
         if any(wanted):
             weights = ctx.weights
             if dtype != own:
                 weights = [weight.to(dtype) for weight in weights]
             x_grad = _gradient_of_input(ctx.products, rows, weights).to(own)
-            x_grad = x_grad.unflatten(0, grads[0].shape[:-1])
+            x_grad = x_grad.view(*grads[0].shape[:-1], x_grad.shape[-1])
             if ctx.recompute:
                 trained = [each for each in inputs if each.requires_grad]
                 found = iter(torch.autograd.grad(x, trained, x_grad))
@@ -179,6 +179,11 @@ class _Linears(torch.autograd.Function):
         x = None if x is None else x.to(dtype)
         weight_grads = _gradients_of_weights(ctx, rows, x)
         return None, None, None, None, *input_grads, bias_grad, *weight_grads
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """Return [..., features] as [rows, features]."""
+    return x.flatten(0, -2) if x.dim() > 1 else x[None]
 
 
 def _bias_gradient(ctx, rows: Weights) -> torch.Tensor | None:
@@ -210,8 +215,7 @@ def _gradients_of_weights(ctx, rows: Weights, inputs: torch.Tensor | None) -> tu
     ctx: of an autograd function whose last arguments they are. rows: gradients of its results,
     [rows, outputs]. inputs: the input of the products, [..., inputs].
     """
-    # a queue multiplies while autograd records
-    input_rows = None if inputs is None else inputs.detach().flatten(0, -2)
+    input_rows = None if inputs is None else _rows(inputs)
     wanted, gradients = ctx.needs_input_grad[-len(rows) :], []
     for product, weight, queue, grad, is_wanted in zip(
         ctx.products, ctx.weights, ctx.queues, rows, wanted, strict=True
@@ -221,7 +225,8 @@ def _gradients_of_weights(ctx, rows: Weights, inputs: torch.Tensor | None) -> tu
             continue
         assert input_rows is not None  # they are saved if a weight is trained
         if queue:
-            add = partial(product.add_weight_gradient, grad=grad, x=input_rows)
+            # detached: a queue multiplies while autograd records
+            add = partial(product.add_weight_gradient, grad=grad, x=input_rows.detach())
             gradients.append(queue.put(weight, add))
         else:
             gradients.append(product.weight_gradient(grad, input_rows))

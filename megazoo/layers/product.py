@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from megazoo.layers.aligned import aligned, aligned_product
-from megazoo.parallel.cpu.products import linear_for, prefers_onednn, product_dtype
+from megazoo.parallel.cpu.products import linear_for, multiplies_by_onednn, product_dtype
 from megazoo.parallel.deferred import add_product
 
 KERNEL_BYTES = 16  # the kernel for groups needs rows whose bytes are a multiple of this
@@ -123,14 +123,18 @@ def grouped_linear_formula(
     x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor
 ) -> torch.Tensor:
     """Multiply each group of rows with another matrix: see `megazoo.layers.grouped`."""
-    groups = zip(x.split(counts.tolist()), weight.unbind(), strict=True)
+    groups = list(zip(x.split(counts.tolist()), weight.unbind(), strict=True))
+    if not torch.is_grad_enabled():  # in training each matrix needs a gradient
+        groups = [group for group in groups if len(group[0])] or groups[:1]
     return torch.cat([linear_for(rows, matrix)(rows, matrix) for rows, matrix in groups])
 
 
 def _grouped(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     if x.is_meta:  # the counts have no values; one matrix costs as much as several
         return F.linear(x, weight[0])
-    if prefers_onednn(x, weight.shape[1:].numel()) or not _kernel_accepts(x, *weight.shape[1:]):
+    if multiplies_by_onednn(x, weight.shape[1:].numel()) or not _kernel_accepts(
+        x, *weight.shape[1:]
+    ):
         return grouped_linear_formula(x, weight, counts)
     dtype = product_dtype(x)  # CPUs may multiply bfloat16 faster as fp32
     ends = counts.cumsum(0).int()

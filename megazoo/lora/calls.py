@@ -17,7 +17,7 @@ from megazoo.checkpoint.shards import Files, files_of_rank, write_manifest
 from megazoo.checkpoint.verifying import verifying
 from megazoo.errors import UserError, check_number, some_of
 from megazoo.hub import name_alone
-from megazoo.layers.linear import refuse_rounded
+from megazoo.layers.linear import refuse_packed, refuse_rounded
 from megazoo.lora.manifest import check_base
 from megazoo.lora.matrices import AdapterSource, adaptable_matrices, adapted
 from megazoo.lora.peft import write_adapters
@@ -189,6 +189,7 @@ def load_from(model: nn.Module, source: AdapterSource) -> None:
     ctx = _context_of(model)
     with propagate_errors(ctx):
         if isinstance(source, SavedAdapters):
+            refuse_rounded(model, "adapted")
             check_base(source, model)
         if has_adapters(model):
             _check_same(model, source)
@@ -248,6 +249,7 @@ def merge(model: nn.Module) -> nn.Module:
         megazoo.lora.merge(model).save_pretrained("tuned")
     """
     _refuse_off(model, "megazoo.lora.merge")
+    refuse_packed(model, "merged")
     if not has_adapters(model):
         raise UserError("the model has no adapters to merge: add some with megazoo.lora.add")
     if storage_of(model):

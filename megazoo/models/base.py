@@ -19,6 +19,7 @@ from megazoo.families.names import HFFiles, HFNames
 from megazoo.layers import VocabParallelEmbedding
 from megazoo.layers.dropout import dropout_seed
 from megazoo.layers.layer import declared
+from megazoo.layers.linear import refuse_packed
 from megazoo.models.attachment import Attachment
 from megazoo.models.building import fill, make_empty, make_on_meta
 from megazoo.models.costs import stage_costs
@@ -207,6 +208,7 @@ class Model(BatchCalls, Freezing, Saving, nn.Module):
     def __reduce_ex__(self, protocol):
         if storage_of(self):
             raise UserError("a model with zero 3 can't be copied: save it, and load the checkpoint")
+        refuse_packed(self, "copied")
         return super().__reduce_ex__(protocol)
 
     @property
@@ -223,6 +225,7 @@ class Model(BatchCalls, Freezing, Saving, nn.Module):
             raise UserError(
                 "a model with zero 3 can't be converted: pass its dtype when you build it"
             )
+        refuse_packed(self, "converted")
         super()._apply(fn, recurse)
         for parameter in self.parameters():
             accumulate_in_fp32(parameter)

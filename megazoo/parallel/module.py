@@ -149,6 +149,11 @@ class ShardedModule(nn.Module):
                         f"{prefix}{name} is rounded to 8 bits in {where}: load the weights first, "
                         "then round them"
                     )
+                if tensor is not None and tensor.is_mkldnn:
+                    raise UserError(
+                        f"{prefix}{name} has oneDNN's layout in {where}: load the weights first, "
+                        "then call pack_weights"
+                    )
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from megazoo.torch_internals import linear_by_onednn, packs_weights
 
 WIDENED_ROWS = 128  # the minimum for products in fp32: see product_dtype
-FEW_ROWS = 32  # the maximum for which MKL uses one core: see prefers_onednn
+FEW_ROWS = 32  # the maximum for which MKL uses one core: see linear_for
 FEWEST_WEIGHTS = 1 << 18  # of a matrix for oneDNN, which needs longer to start
 # Instructions that multiply bfloat16, as Linux names them: of x86 and of ARM.
 OF_BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}
@@ -39,25 +39,30 @@ _agreed: Methods | None = None  # set by `follow`
 
 
 def linear_for(x: torch.Tensor, weight: torch.Tensor) -> Callable[..., torch.Tensor]:
-    """Return the function f(x, weight, bias) that multiplies x by a weight. It is F.linear, or,
-    where no gradient is recorded, oneDNN's function if that is faster on this CPU. oneDNN sums in
-    another order.
+    """Return the function f(x, weight, bias) that multiplies x by a weight: F.linear or, if no
+    gradient is recorded, oneDNN's function.
+
+    oneDNN is used for few rows in fp32 in inference mode (generation), and where
+    `multiplies_by_onednn`. It sums in another order.
     """
-    if not torch.is_grad_enabled() and prefers_onednn(x, weight.numel()):
-        return linear_by_onednn
-    return F.linear
+    if torch.is_grad_enabled() or not _takes_onednn(x, weight.numel()):
+        return F.linear
+    few = torch.is_inference_mode_enabled() and x.shape[:-1].numel() <= FEW_ROWS
+    use = methods().all_by_onednn or (few and methods().by_onednn)
+    return linear_by_onednn if use else F.linear
 
 
-def prefers_onednn(x: torch.Tensor, weights: int) -> bool:
-    """Return whether oneDNN is faster than the BLAS library for the product of x, [..., features],
-    with a matrix of this number of elements: in fp32, for few rows in inference mode (generation),
-    or for any number of rows."""
+def multiplies_by_onednn(x: torch.Tensor, weights: int) -> bool:
+    """Return whether products of x, [..., features], with a matrix use oneDNN for any number of
+    rows, in training as well. weights: the number of elements of the matrix."""
+    return _takes_onednn(x, weights) and methods().all_by_onednn
+
+
+def _takes_onednn(x: torch.Tensor, weights: int) -> bool:
+    """Return whether oneDNN may be faster: in fp32 on a CPU, for large matrices."""
     if torch.compiler.is_compiling() or x.dtype != torch.float32 or x.device.type != "cpu":
         return False
-    if weights < FEWEST_WEIGHTS:
-        return False
-    few = torch.is_inference_mode_enabled() and x.shape[:-1].numel() <= FEW_ROWS
-    return methods().all_by_onednn or (few and methods().by_onednn)
+    return weights >= FEWEST_WEIGHTS and not torch.is_autocast_enabled("cpu")
 
 
 def gains_from_packing(weight: torch.Tensor) -> bool:
@@ -115,7 +120,7 @@ def _has_avx512_of_another_vendor() -> bool:
     """Return whether this CPU has AVX-512 and is not from Intel. False if unknown."""
     vendors = {name.strip() for name in _lines_of_cpu("vendor_id")}
     cores = [{*flags.split()} for flags in _lines_of_cpu("flags")]
-    return bool(vendors - {INTEL}) and all("avx512f" in core for core in cores)
+    return bool(vendors - {INTEL} and cores) and all("avx512f" in core for core in cores)
 
 
 def _lines_of_cpu(names: str) -> list[str]:

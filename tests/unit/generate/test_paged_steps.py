@@ -22,6 +22,7 @@ SIZES = {"vocab_size": 61, "max_positions": 600, "hidden_size": 32, "layers": 2,
 GROUPS = {**SIZES, "kv_heads": 2, "ffn_size": 48}
 NEW = 12
 BEAMS = {"num_beams": 3, "length_penalty": 2.0}
+SAMPLES = {"do_sample": True, "num_return_sequences": 2, "seed": 3}
 CONFIGS = {
     "heads": GPT2Config(**SIZES),
     "groups": LlamaConfig(**GROUPS),
@@ -40,18 +41,13 @@ def generated(model, length, rows=3, mask=None, **settings):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("settings", [{}, BEAMS], ids=["greedy", "beams"])
+@pytest.mark.parametrize("settings", [{}, BEAMS, SAMPLES], ids=["greedy", "beams", "samples"])
 def test_pages_generate_the_same(name, settings):
     """Past 64 tokens, and past 256, where a window comes round and others have two pages."""
     model = model_of(CONFIGS[name])
     for length, slots in ((60, {256}), (250, {512} if name != "window of a page" else {256})):
         expected = generated(model, length, **settings)
-        with (
-            pages() as seen,
-            static_steps(
-                graphs=True,
-            ) as steps,
-        ):
+        with pages() as seen, static_steps(graphs=True) as steps:
             assert torch.equal(generated(model, length, **settings), expected), length
         assert {capture for _, capture, _ in steps} == {1}
         assert set(seen[1:]) == slots  # the first is the trial

@@ -1,5 +1,5 @@
-"""Compare generation from random models with transformers: in one process with the same weights,
-and with loading, in separate processes."""
+"""Compare generation from random models with transformers: in one process with the same weights;
+and in separate processes, whose peak memory includes loading."""
 
 import tempfile
 from collections.abc import Callable, Iterator
@@ -30,7 +30,7 @@ def cases(setup: Setup) -> Iterator[Result]:
         alone(make_135m, directory)
         for dtype, rows in product(DTYPES, (1, 8)):
             jobs = [Job(1, side, (directory, dtype, rows)) for side in (ours_135m, theirs_135m)]
-            name = f"load and generate, SmolLM2-135M in {dtype}, batch {rows}"
+            name = f"generate {NEW_TOKENS} tokens, SmolLM2-135M in {dtype}, batch {rows}"
             found = jobs_in_turn(jobs, setup.pairs)
             yield rates(f"{name}, against transformers", found, rows, NEW_TOKENS)
 

@@ -28,7 +28,8 @@ def cases(setup: Setup) -> Iterator[Result]:
 def rates(
     name: str, found: list[tuple[list[float], int]], rows: int, sequence: int = SEQUENCE
 ) -> Result:
-    """Compare the tokens/s of two jobs that train on `rows` rows of `sequence` tokens per step.
+    """Compare the tokens/s of two jobs that train on, or generate, `rows` rows of `sequence` tokens
+    per step.
 
     Args:
         name: Name of the comparison.

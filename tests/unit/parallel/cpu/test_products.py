@@ -61,6 +61,7 @@ VENDOR = "vendor_id\t: {}\nflags\t\t: fpu avx2 {}\n\n"
         (VENDOR.format("AuthenticAMD", "avx512f") * 2, True),
         (VENDOR.format("AuthenticAMD", ""), False),
         (VENDOR.format("GenuineIntel", "avx512f"), False),
+        ("vendor_id : IBM/S390\nfeatures : esan3\n", False),
         (ARM.format(0, "bf16"), False),
         ("", False),
     ],
@@ -142,8 +143,12 @@ def test_training_many_rows_and_small_matrices_are_multiplied_as_usual(calls):
 
 def gradients_of(compute, x, weight, *more):
     """Return the result of compute(x, weight, *more) and its gradients, for a seeded gradient."""
-    leaves = [each.clone().requires_grad_() for each in (x, weight)]
-    y = compute(*leaves, *more)
+    leaves = [
+        each.clone().requires_grad_() if each.is_floating_point() else each
+        for each in (x, weight, *more)
+    ]
+    y = compute(*leaves)
+    leaves = [each for each in leaves if each.requires_grad]
     seed = torch.Generator().manual_seed(1)
     gradient = torch.randn(y.shape, generator=seed, dtype=torch.float64).to(y.dtype)
     return [y.detach(), *torch.autograd.grad(y, leaves, gradient)]
@@ -155,7 +160,7 @@ def test_training_by_onednn_has_the_same_products_and_gradients(rows, calls, mon
     torch.manual_seed(0)
     x, weight = torch.randn(rows, 3, 600).double(), torch.randn(450, 600).double()
     bias = torch.randn(450).double()
-    for more in ((), (bias,)):
+    for more in ((), (bias,)):  # also the gradient of a bias
         found = gradients_of(linear, x.float(), weight.float(), *(each.float() for each in more))
         assert len(calls) == 2, "the output, and the gradient of the input"
         calls.clear()
@@ -170,7 +175,39 @@ def test_training_experts_by_onednn_has_the_same_products_and_gradients(calls, m
     counts = torch.tensor([5, 0, 40])
     x, weight = torch.randn(45, 600).double(), torch.randn(3, 450, 600).double()
     found = gradients_of(grouped_linear, x.float(), weight.float(), counts)
-    assert len(calls) == 2 * len(counts)
+    assert len(calls) == 2 * 2, "of the groups with rows"
     expected = gradients_of(grouped_linear_formula, x, weight, counts)
     for ours, exact in zip(found, expected, strict=True):
         torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=2e-4)
+
+
+def test_second_gradients_and_single_rows_by_onednn(calls, monkeypatch):
+    monkeypatch.setattr(products, "methods", lambda: ALL_BY_ONEDNN)
+    torch.manual_seed(0)
+    x, weight = torch.randn(600).double(), torch.randn(450, 600).double() / 25
+
+    def second(compute, x, weight):
+        x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        (first,) = torch.autograd.grad(compute(x, weight).square().sum(), x, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), (x, weight))
+
+    found = second(linear, x.float(), weight.float())
+    assert calls
+    for ours, exact in zip(found, second(torch.nn.functional.linear, x, weight), strict=True):
+        torch.testing.assert_close(ours.double(), exact, rtol=1e-4, atol=1e-3)
+
+
+def test_autocast_and_experts_in_generation_do_not_use_onednn(calls, monkeypatch):
+    x, stack, counts = torch.randn(3, 600), torch.randn(2, 448, 600), torch.tensor([3, 0])
+    with torch.inference_mode():
+        grouped_linear(x, stack, counts)
+    monkeypatch.setattr(products, "methods", lambda: ALL_BY_ONEDNN)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert linear(x, stack[0].clone().requires_grad_()).dtype == torch.bfloat16
+    assert not calls
+    with torch.inference_mode():  # only groups with rows
+        y = grouped_linear(x, stack, counts)
+        empty = grouped_linear(x[:0], stack, counts * 0)
+    torch.testing.assert_close(y, x @ stack[0].t(), rtol=1e-4, atol=1e-3)
+    assert empty.shape == (0, 448)
+    assert calls == [(3, 600), (0, 600)]
