@@ -98,18 +98,24 @@ def _steps(job: Job, side: int, turns: str, sides: int, runs: int) -> tuple[list
     import_module(job.module)  # not part of the measured memory
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before, seconds = resident("VmRSS"), []
-    step, store = job.make(*job.arguments), dist.FileStore(turns, -1)
+    store, mine = dist.FileStore(turns, -1), range(side, runs * sides, sides)
     store.set_timeout(timedelta(hours=1))
-    for turn in range(side, runs * sides, sides):
-        if turn:
-            store.wait([str(turn - 1)])
-        dist.barrier()
-        began = time.perf_counter()
-        step()
-        dist.barrier()
-        seconds.append(time.perf_counter() - began)
-        if dist.get_rank() == 0:
-            store.set(str(turn), "done")
+    try:
+        step = job.make(*job.arguments)
+        for turn in mine:
+            if turn:
+                store.wait([str(turn - 1)])
+            dist.barrier()
+            began = time.perf_counter()
+            step()
+            dist.barrier()
+            seconds.append(time.perf_counter() - began)
+            if dist.get_rank() == 0:
+                store.set(str(turn), "done")
+    except BaseException:
+        for turn in mine:  # the other jobs would wait for them
+            store.set(str(turn), "failed")
+        raise
     on_device = torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0
     return seconds[1:], on_device or resident("VmHWM") - before
 
