@@ -264,7 +264,8 @@ def linear_by_onednn(
     F.linear uses the BLAS library for fp32, and no public function selects another library.
     MkldnnLinear of torch.utils.mkldnn stores a second copy of the weight.
     """
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    # not a view for autograd: callers change it in place
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "").detach()
 
 
 def packed_weight(weight: torch.Tensor) -> torch.Tensor:

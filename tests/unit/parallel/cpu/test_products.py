@@ -9,9 +9,11 @@ import torch
 from megazoo.layers.grouped import grouped_linear
 from megazoo.layers.matmul import linear
 from megazoo.layers.product import grouped_linear_formula
+from megazoo.models.mixtral import MixtralConfig
 from megazoo.parallel.cpu import products
 from megazoo.parallel.cpu.products import FEW_ROWS, FEWEST_WEIGHTS, Methods
-from tests.support.training import context
+from tests.support.sampling import marked_slow
+from tests.support.training import MODELS, TINY, context, train
 
 OTHER = Methods(widened=True, by_onednn=True)
 ALL_BY_ONEDNN = Methods(widened=False, by_onednn=True, all_by_onednn=True)
@@ -211,3 +213,29 @@ def test_autocast_and_experts_in_generation_do_not_use_onednn(calls, monkeypatch
     torch.testing.assert_close(y, x @ stack[0].t(), rtol=1e-4, atol=1e-3)
     assert empty.shape == (0, 448)
     assert calls == [(3, 600), (0, 600)]
+
+
+def trained_by_onednn(name, layout):
+    """The losses and gradient norms of some steps whose products all use oneDNN."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(products, "methods", lambda: ALL_BY_ONEDNN)
+        patch.setattr(products, "FEWEST_WEIGHTS", 1)
+        return train(CONFIGS[name], layout, steps=4)
+
+
+CONFIGS = {
+    "llama": MODELS["llama"],
+    "gpt2": MODELS["gpt2"],
+    "mixtral": MixtralConfig(**TINY, kv_heads=2, ffn_size=48, experts=4),
+}
+LAYOUTS = [dict(tp=2), dict(tp=2, sp=True), dict(pp=2), dict(dp=2)]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    marked_slow(list(product(CONFIGS, LAYOUTS)), lambda number, _: number not in (0, 1, 10)),
+)
+def test_layouts_that_multiply_by_onednn_have_the_usual_losses(ranks, name, layout):
+    expected = train(CONFIGS[name], {}, steps=4)
+    for found in ranks(trained_by_onednn, 2, name, layout):
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-4, atol=0)
