@@ -34,7 +34,7 @@ def each_token(preset: str, **options):
 )
 def test_a_token_is_one_graph_and_the_host_reads_one_number_or_none(preset, padding):
     launches, syncs, graphs, seen = each_token(preset, padding=padding)
-    assert launches <= (8 if padding else 7)  # padding has positions of its own
+    assert launches <= (8 if padding else 7)  # padding: one more launch, for the positions
     assert (syncs, graphs) == (0, 1)
     assert len(seen.captured) == 1
     assert seen.captured[0] > 50

@@ -55,7 +55,8 @@ class Audit:
     bytes_of, launches_of: the same by line. captured: the kernels of each CUDA graph.
     misaligned: products whose 16-bit operands are. product_bytes: of the factors and results of
     matrix products. attention_bytes: of the keys and values that attention is given: of a page all
-    slots, though its kernel reads only those in use. captured_bytes: by name, of each CUDA graph.
+    slots, though its kernel reads only those in use.
+    captured_bytes: the bytes of each CUDA graph, by kind.
     """
 
     syncs: Counter = field(default_factory=Counter)
@@ -80,7 +81,7 @@ class Audit:
         return sum(self.launches_of.values())
 
     def all_bytes(self) -> Counter:
-        """Return the bytes of elementwise kernels, products and attention, by name."""
+        """Return the bytes per kind: elementwise kernels, products and attention."""
         names = ("bytes", "product_bytes", "attention_bytes")
         return Counter({name: getattr(self, name) for name in names})
 

@@ -18,8 +18,11 @@ NAMES = {
 
 
 def of_a_token(preset: str, layers: int, **options) -> Counter:
-    """Return what one more token of a preset costs, from runs of one layer and of two: kernels in
-    the graph, of a layer, and outside of the graph; and bytes by name, with those outside."""
+    """Return the cost of one more token of a preset, from runs of one layer and of two.
+
+    It has the kernels in the graph, of a layer and outside of the graph, and the bytes per kind,
+    including those outside of the graph.
+    """
     found = []
     for count in (1, 2):
         few, many = (
