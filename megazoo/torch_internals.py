@@ -33,6 +33,7 @@ __all__ = [
     "int8_product",
     "linear_by_onednn",
     "norm_of_each",
+    "onednn_multiplies_bfloat16",
     "packed_weight",
     "packs_weights",
     "paged_attention",
@@ -274,6 +275,11 @@ def packed_weight(weight: torch.Tensor) -> torch.Tensor:
     The public to_mkldnn() keeps rows one after the other.
     """
     return torch.ops.mkldnn._reorder_linear_weight(weight, 1)
+
+
+def onednn_multiplies_bfloat16() -> bool:
+    """Return whether torch multiplies bfloat16 with oneDNN on this CPU: on x86, with AVX-512."""
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 @functools.cache

@@ -14,8 +14,8 @@ from megazoo.generate.graph import StepGraph
 from megazoo.generate.prefill import Prefix, PromptChunk, pieces_of, shared_prefix
 from megazoo.generate.settings import GenerationSettings
 from megazoo.layers import KVCache
-from megazoo.layers.cache import StaticKVCache
 from megazoo.layers.layer import Layer, attentions_of, declared
+from megazoo.layers.static_cache import StaticKVCache
 from megazoo.parallel.context import ParallelContext
 from megazoo.torch_internals import takes_pages
 

@@ -158,7 +158,7 @@ def stack_pair(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Stack two tensors, as a view if they are parts of one tensor, such as keys and values of one
     projection. The result is only read.
 
-    Same as: cache.stack_pair.
+    Same as: static_cache.stack_pair.
     """
     distance = v.storage_offset() - k.storage_offset()
     same = k.shape == v.shape and k.stride() == v.stride() and k.dtype == v.dtype

@@ -58,6 +58,11 @@ def _of_the_head(what: str) -> UserError:
     )
 
 
+def _of_layer(argument: Any, layer: nn.Module) -> Any:
+    """Return an argument of all layers as one of them needs it."""
+    return argument.for_layer(layer) if isinstance(argument, MicroBatch) else argument
+
+
 class Layers(nn.ModuleDict):
     """This rank's layers by their numbers in the whole model: layers[17] or layers["17"]."""
 
@@ -392,18 +397,12 @@ class Model(BatchCalls, Freezing, Saving, nn.Module):
         """
         batches = [each for each in arguments if isinstance(each, MicroBatch)]
         seed = next((batch.dropout_seed for batch in batches), None)
-        has_cache = any(batch.cache for batch in batches)
 
         def run(x: torch.Tensor, layers: range) -> torch.Tensor:
             with dropout_seed(seed):
                 for i in layers:
-                    layer, given = self.layers[str(i)], arguments
-                    if has_cache:
-                        given = [
-                            each.for_layer(layer) if isinstance(each, MicroBatch) else each
-                            for each in arguments
-                        ]
-                    x = layer(x, *given)
+                    layer = self.layers[str(i)]
+                    x = layer(x, *(_of_layer(each, layer) for each in arguments))
             return x
 
         if self._recompute != "full" or not torch.is_grad_enabled():

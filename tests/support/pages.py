@@ -7,7 +7,7 @@ import torch
 
 from megazoo.engine.microbatch import MicroBatch
 from megazoo.layers import attend
-from megazoo.layers.cache import StaticKVCache
+from megazoo.layers.static_cache import StaticKVCache
 from megazoo.torch_internals import takes_pages
 
 OPERATOR = "_flash_attention_forward"

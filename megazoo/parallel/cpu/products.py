@@ -10,11 +10,13 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from megazoo.torch_internals import linear_by_onednn, packs_weights
+from megazoo.torch_internals import linear_by_onednn, onednn_multiplies_bfloat16, packs_weights
 
 WIDENED_ROWS = 128  # the minimum for products in fp32: see product_dtype
 FEW_ROWS = 32  # the maximum for which MKL uses one core: see linear_for
 FEWEST_WEIGHTS = 1 << 18  # of a matrix for oneDNN, which needs longer to start
+BLOCK = 1 << 20  # weights that are converted at a time: see linear_by_blocks
+FEWEST_ROWS_OF_BLOCKS = 8  # for fewer rows the conversion takes longer than it saves
 # Instructions that multiply bfloat16, as Linux names them: of x86 and of ARM.
 OF_BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}
 INTEL = "GenuineIntel"
@@ -40,16 +42,45 @@ _agreed: Methods | None = None  # set by `follow`
 
 def linear_for(x: torch.Tensor, weight: torch.Tensor) -> Callable[..., torch.Tensor]:
     """Return the function f(x, weight, bias) that multiplies x by a weight: F.linear or, if no
-    gradient is recorded, oneDNN's function.
+    gradient is recorded, oneDNN's function or linear_by_blocks.
 
     oneDNN is used for few rows in fp32 in inference mode (generation), and where
-    `multiplies_by_onednn`. It sums in another order.
+    `multiplies_by_onednn`. It sums in another order. Blocks are used for bfloat16 if torch would
+    read the weight once per row, as it does on CPUs where oneDNN does not multiply bfloat16.
     """
-    if torch.is_grad_enabled() or not _takes_onednn(x, weight.numel()):
+    if torch.is_grad_enabled():
+        return F.linear
+    if _gains_from_blocks(x, weight):
+        return linear_by_blocks
+    if not _takes_onednn(x, weight.numel()):
         return F.linear
     few = torch.is_inference_mode_enabled() and x.shape[:-1].numel() <= FEW_ROWS
     use = methods().all_by_onednn or (few and methods().by_onednn)
     return linear_by_onednn if use else F.linear
+
+
+def linear_by_blocks(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """F.linear in fp32 of bfloat16. The weight is converted by blocks of outputs, which fit into a
+    CPU's cache."""
+    wide, outputs = x.float(), []
+    buffer = wide.new_empty(min(max(BLOCK, weight.shape[1]), weight.numel()))
+    for block in weight.split(max(1, BLOCK // weight.shape[1])):
+        block = buffer[: block.numel()].view_as(block).copy_(block)
+        outputs.append(linear_for(wide, block)(wide, block))
+    y = torch.cat(outputs, -1)
+    return (y if bias is None else y.add_(bias)).to(x.dtype)
+
+
+def _gains_from_blocks(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Return whether linear_by_blocks is faster than F.linear, without gradients."""
+    if weight.dtype != torch.bfloat16 or x.dtype != weight.dtype or x.device.type != "cpu":
+        return False
+    if torch.compiler.is_compiling() or weight.numel() < FEWEST_WEIGHTS:
+        return False
+    has_rows = x.shape[:-1].numel() >= FEWEST_ROWS_OF_BLOCKS
+    return has_rows and methods().widened and not onednn_multiplies_bfloat16()
 
 
 def multiplies_by_onednn(x: torch.Tensor, weights: int) -> bool:

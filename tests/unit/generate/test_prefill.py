@@ -12,7 +12,7 @@ import torch
 import megazoo
 from megazoo.generate import decoding, prefill
 from megazoo.layers import KVCache, segment_mask
-from megazoo.layers.cache import StaticKVCache
+from megazoo.layers.static_cache import StaticKVCache
 from megazoo.models.llama import LlamaConfig
 from megazoo.models.mistral import MistralConfig
 from megazoo.models.mpt import MPTConfig

@@ -13,7 +13,8 @@ from megazoo.engine.microbatch import static_steps as marked
 from megazoo.errors import Advice
 from megazoo.generate import group as groups
 from megazoo.layers import CausalSelfAttention
-from megazoo.layers.cache import KVCache, StaticKVCache
+from megazoo.layers.cache import KVCache
+from megazoo.layers.static_cache import StaticKVCache
 from megazoo.models.llama import Llama, LlamaConfig
 from megazoo.models.mpt import MPTConfig
 from tests.support.generation import SIZES, prompts

@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 
 from megazoo.layers import fused, fused_cross_entropy, matmul
-from megazoo.layers.cache import stack_pair
 from megazoo.layers.cross_entropy import _columns_of, summed_losses, token_losses
 from megazoo.layers.loss_terms import LossTerms
 from megazoo.layers.mlp import gated, gelu_tanh
 from megazoo.layers.norm import rms_norm
 from megazoo.layers.qkv import split_heads
 from megazoo.layers.rotary import Rotary, rotate
+from megazoo.layers.static_cache import stack_pair
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.cpu import products
 from megazoo.parallel.deferred import WeightQueue

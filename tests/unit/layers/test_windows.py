@@ -23,8 +23,8 @@ from megazoo.layers import (
     rotate,
     segment_mask,
 )
-from megazoo.layers.cache import StaticKVCache
 from megazoo.layers.qkv import split_heads
+from megazoo.layers.static_cache import StaticKVCache
 from megazoo.models.counts import flops_per_token
 from megazoo.models.masks import mask_of
 from megazoo.models.mistral import Block, MistralConfig

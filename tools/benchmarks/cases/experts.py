@@ -5,7 +5,17 @@ import tempfile
 from collections.abc import Callable, Iterator
 
 import torch
-from benchmarks.cases.train import DTYPES, ROWS, SEQUENCE, VOCABULARY, batch, ours, rates, theirs
+from benchmarks.cases.train import (
+    DTYPES,
+    ROWS,
+    SEQUENCE,
+    VOCABULARY,
+    batch,
+    ours,
+    rates,
+    theirs,
+    trained_dtypes,
+)
 from benchmarks.results import Result, Setup
 from benchmarks.turns import CORES, Job, alone, jobs_in_turn, seconds_in_turn
 
@@ -23,7 +33,7 @@ SIZES = dict(
 def cases(setup: Setup) -> Iterator[Result]:
     with tempfile.TemporaryDirectory() as sparse, tempfile.TemporaryDirectory() as dense:
         alone(make, sparse, dense)
-        for dtype in DTYPES:
+        for dtype in trained_dtypes():
             jobs = [Job(1, ours, (sparse, dtype)), Job(1, theirs, (sparse, dtype))]
             name = f"train mixtral in {dtype}, against transformers"
             yield rates(name, jobs_in_turn(jobs, setup.pairs), ROWS)

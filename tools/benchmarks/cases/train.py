@@ -16,13 +16,21 @@ def cases(setup: Setup) -> Iterator[Result]:
     for model in ("gpt2", "llama", "mpt"):
         with tempfile.TemporaryDirectory() as directory:
             alone(make, model, directory)
-            for dtype in DTYPES:
+            for dtype in trained_dtypes():
                 jobs = [Job(1, side, (directory, dtype)) for side in (ours, theirs)]
                 name = f"train {model} in {dtype}, against transformers"
                 yield rates(name, jobs_in_turn(jobs, setup.pairs), ROWS)
             steps, products = alone(rates_of_products, directory, setup.pairs)
             name = f"train {model} in fp32, against bare products of its sizes"
             yield Result(name, steps, products, unit="GFLOP/s")
+
+
+def trained_dtypes() -> list[str]:
+    """Return the names of the dtypes to train in. If oneDNN does not multiply bfloat16 on this CPU,
+    transformers needs minutes per step, and bf16 is omitted."""
+    from megazoo.torch_internals import onednn_multiplies_bfloat16
+
+    return [*DTYPES] if onednn_multiplies_bfloat16() else ["fp32"]
 
 
 def rates(

@@ -11,7 +11,13 @@ from megazoo.layers.matmul import linear
 from megazoo.layers.product import grouped_linear_formula
 from megazoo.models.mixtral import MixtralConfig
 from megazoo.parallel.cpu import products
-from megazoo.parallel.cpu.products import FEW_ROWS, FEWEST_WEIGHTS, Methods
+from megazoo.parallel.cpu.products import (
+    FEW_ROWS,
+    FEWEST_WEIGHTS,
+    Methods,
+    linear_by_blocks,
+    linear_for,
+)
 from tests.support.sampling import marked_slow
 from tests.support.training import MODELS, TINY, context, train
 
@@ -44,6 +50,41 @@ def test_the_instructions_of_the_cpu_choose_the_dtype(text, has, tmp_path, monke
     monkeypatch.setattr(products, "_has_bfloat16", lambda: has)
     monkeypatch.setattr(products, "_agreed", None)
     assert products.methods().widened == (not has)
+
+
+@pytest.mark.parametrize("block", [1, 100, 1 << 20])
+def test_blocks_of_a_weight_in_bfloat16_are_multiplied_in_fp32(block, monkeypatch):
+    """The result is rounded once: it is the exact one to half a unit of bfloat16."""
+    monkeypatch.setattr(products, "BLOCK", block)
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias = (
+        torch.randn(shape, generator=generator).bfloat16()
+        for shape in ((2, 5, 48), (31, 48), (31,))
+    )
+    exact = x.double() @ weight.double().t()
+    for found, expected in (
+        (linear_by_blocks(x, weight), exact),
+        (linear_by_blocks(x, weight, bias), exact + bias.double()),
+    ):
+        assert found.dtype == torch.bfloat16
+        torch.testing.assert_close(found.double(), expected, rtol=2**-8, atol=1e-5)
+
+
+def test_blocks_are_for_rows_of_bfloat16_that_onednn_does_not_multiply(monkeypatch):
+    weight = torch.zeros(FEWEST_WEIGHTS // 64, 64, dtype=torch.bfloat16)
+    monkeypatch.setattr(products, "methods", lambda: OTHER)
+    for onednn, rows in product((False, True), (7, 8)):
+        monkeypatch.setattr(products, "onednn_multiplies_bfloat16", lambda has=onednn: has)
+        x = torch.zeros(rows, 1, 64, dtype=torch.bfloat16)
+        with torch.inference_mode():
+            by_blocks = linear_for(x, weight) is linear_by_blocks
+            assert by_blocks == (rows == 8 and not onednn)
+            assert linear_for(x, weight[1:]) is not linear_by_blocks
+            assert linear_for(x.float(), weight.float()) is not linear_by_blocks
+        assert linear_for(x, weight) is not linear_by_blocks, "autograd needs F.linear"
+    monkeypatch.setattr(products, "methods", lambda: Methods(widened=False, by_onednn=True))
+    with torch.inference_mode():
+        assert linear_for(x, weight) is not linear_by_blocks, "the CPU multiplies bfloat16"
 
 
 def test_onednn_is_chosen_where_there_is_mkl(monkeypatch):
