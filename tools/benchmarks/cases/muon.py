@@ -5,21 +5,20 @@ import tempfile
 from collections.abc import Callable, Iterator
 
 import torch
-from benchmarks.cases.train import ROWS, batch, make, ours, rates
+from benchmarks.cases.train import DTYPES, ROWS, batch, make, ours, rates, trained_dtypes
 from benchmarks.results import Result, Setup
 from benchmarks.turns import CORES, Job, alone, jobs_in_turn
-
-NS_DTYPES = ("float32", "bfloat16")
 
 
 def cases(setup: Setup) -> Iterator[Result]:
     with tempfile.TemporaryDirectory() as directory:
         alone(make, "gpt2", directory)
+        ns_dtypes = [str(DTYPES[name]).removeprefix("torch.") for name in trained_dtypes()]
         for rows in (ROWS, 8 * ROWS):
             jobs = [Job(1, ours, (directory, "fp32", (1, 1, 1), rows, rows // ROWS))]
-            jobs += [Job(1, ours_by_muon, (directory, rows, ns_dtype)) for ns_dtype in NS_DTYPES]
+            jobs += [Job(1, ours_by_muon, (directory, rows, ns_dtype)) for ns_dtype in ns_dtypes]
             adamw, *found = jobs_in_turn(jobs, setup.pairs)
-            for ns_dtype, muon in zip(NS_DTYPES, found, strict=True):
+            for ns_dtype, muon in zip(ns_dtypes, found, strict=True):
                 name = f"train gpt2 in fp32, {rows} rows, by Muon in {ns_dtype}, against AdamW"
                 yield rates(name, [muon, adamw], rows)
 

@@ -27,7 +27,7 @@ def cases(setup: Setup) -> Iterator[Result]:
 
 def trained_dtypes() -> list[str]:
     """Return the names of the dtypes to train in. If oneDNN does not multiply bfloat16 on this CPU,
-    transformers needs minutes per step, and bf16 is omitted."""
+    transformers and Muon need minutes per step in bf16, which is omitted."""
     from megazoo.torch_internals import onednn_multiplies_bfloat16
 
     return [*DTYPES] if onednn_multiplies_bfloat16() else ["fp32"]
