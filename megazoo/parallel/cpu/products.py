@@ -29,12 +29,14 @@ class Methods(NamedTuple):
     widened: compute products of bfloat16 in fp32. by_onednn: compute products of few rows in fp32
     with oneDNN instead of the BLAS library (MKL), which runs them on one core. all_by_onednn:
     compute products of any number of rows with a weight in fp32 with oneDNN, because MKL uses
-    AVX-512 only on processors from Intel.
+    AVX-512 only on processors from Intel. by_blocks: compute products of several rows of bfloat16
+    by linear_by_blocks, because torch would read the weight once per row.
     """
 
     widened: bool
     by_onednn: bool
     all_by_onednn: bool = False
+    by_blocks: bool = False
 
 
 _agreed: Methods | None = None  # set by `follow`
@@ -45,8 +47,7 @@ def linear_for(x: torch.Tensor, weight: torch.Tensor) -> Callable[..., torch.Ten
     gradient is recorded, oneDNN's function or linear_by_blocks.
 
     oneDNN is used for few rows in fp32 in inference mode (generation), and where
-    `multiplies_by_onednn`. It sums in another order. Blocks are used for bfloat16 if torch would
-    read the weight once per row, as it does on CPUs where oneDNN does not multiply bfloat16.
+    `multiplies_by_onednn`. It sums in another order.
     """
     if torch.is_grad_enabled():
         return F.linear
@@ -77,10 +78,11 @@ def _gains_from_blocks(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Return whether linear_by_blocks is faster than F.linear, without gradients."""
     if weight.dtype != torch.bfloat16 or x.dtype != weight.dtype or x.device.type != "cpu":
         return False
-    if torch.compiler.is_compiling() or weight.numel() < FEWEST_WEIGHTS:
+    if x.shape[:-1].numel() < FEWEST_ROWS_OF_BLOCKS or weight.numel() < FEWEST_WEIGHTS:
         return False
-    has_rows = x.shape[:-1].numel() >= FEWEST_ROWS_OF_BLOCKS
-    return has_rows and methods().widened and not onednn_multiplies_bfloat16()
+    if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
+        return False
+    return methods().by_blocks
 
 
 def multiplies_by_onednn(x: torch.Tensor, weights: int) -> bool:
@@ -126,6 +128,7 @@ def methods() -> Methods:
         widened=not _has_bfloat16(),
         by_onednn=has_both,
         all_by_onednn=has_both and _has_avx512_of_another_vendor(),
+        by_blocks=not _has_bfloat16() and not onednn_multiplies_bfloat16(),
     )
 
 

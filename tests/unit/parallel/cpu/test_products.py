@@ -6,6 +6,8 @@ from itertools import product
 import pytest
 import torch
 
+import megazoo
+from megazoo.evaluation.scoring import score
 from megazoo.layers.grouped import grouped_linear
 from megazoo.layers.matmul import linear
 from megazoo.layers.product import grouped_linear_formula
@@ -19,7 +21,7 @@ from megazoo.parallel.cpu.products import (
     linear_for,
 )
 from tests.support.sampling import marked_slow
-from tests.support.training import MODELS, TINY, context, train
+from tests.support.training import MODELS, TINY, context, make_batch, train
 
 OTHER = Methods(widened=True, by_onednn=True)
 ALL_BY_ONEDNN = Methods(widened=False, by_onednn=True, all_by_onednn=True)
@@ -70,21 +72,27 @@ def test_blocks_of_a_weight_in_bfloat16_are_multiplied_in_fp32(block, monkeypatc
         torch.testing.assert_close(found.double(), expected, rtol=2**-8, atol=1e-5)
 
 
-def test_blocks_are_for_rows_of_bfloat16_that_onednn_does_not_multiply(monkeypatch):
+def test_blocks_are_for_several_rows_of_bfloat16_without_gradients(monkeypatch):
     weight = torch.zeros(FEWEST_WEIGHTS // 64, 64, dtype=torch.bfloat16)
-    monkeypatch.setattr(products, "methods", lambda: OTHER)
-    for onednn, rows in product((False, True), (7, 8)):
-        monkeypatch.setattr(products, "onednn_multiplies_bfloat16", lambda has=onednn: has)
-        x = torch.zeros(rows, 1, 64, dtype=torch.bfloat16)
+    x = torch.zeros(8, 1, 64, dtype=torch.bfloat16)
+    for by_blocks in (False, True):
+        of_cpu = OTHER._replace(by_blocks=by_blocks)
+        monkeypatch.setattr(products, "methods", lambda given=of_cpu: given)
         with torch.inference_mode():
-            by_blocks = linear_for(x, weight) is linear_by_blocks
-            assert by_blocks == (rows == 8 and not onednn)
-            assert linear_for(x, weight[1:]) is not linear_by_blocks
-            assert linear_for(x.float(), weight.float()) is not linear_by_blocks
+            assert (linear_for(x, weight) is linear_by_blocks) == by_blocks
+            for rows, matrix in ((x[1:], weight), (x, weight[1:]), (x.float(), weight.float())):
+                assert linear_for(rows, matrix) is not linear_by_blocks
+            with torch.autocast("cpu", torch.bfloat16):
+                assert linear_for(x, weight) is not linear_by_blocks
         assert linear_for(x, weight) is not linear_by_blocks, "autograd needs F.linear"
-    monkeypatch.setattr(products, "methods", lambda: Methods(widened=False, by_onednn=True))
-    with torch.inference_mode():
-        assert linear_for(x, weight) is not linear_by_blocks, "the CPU multiplies bfloat16"
+
+
+def test_blocks_are_for_cpus_where_neither_they_nor_onednn_multiply_bfloat16(monkeypatch):
+    monkeypatch.setattr(products, "_agreed", None)
+    for cpu, onednn in product((False, True), repeat=2):
+        monkeypatch.setattr(products, "_has_bfloat16", lambda has=cpu: has)
+        monkeypatch.setattr(products, "onednn_multiplies_bfloat16", lambda has=onednn: has)
+        assert products.methods().by_blocks == (not cpu and not onednn)
 
 
 def test_onednn_is_chosen_where_there_is_mkl(monkeypatch):
@@ -280,3 +288,26 @@ def test_layouts_that_multiply_by_onednn_have_the_usual_losses(ranks, name, layo
     expected = train(CONFIGS[name], {}, steps=4)
     for found in ranks(trained_by_onednn, 2, name, layout):
         torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-4, atol=0)
+
+
+def scored_by_blocks(layout, by_blocks):
+    """The log-likelihoods of a model in bfloat16, and whether a product used blocks."""
+    calls, of_cpu = [], OTHER._replace(by_blocks=by_blocks)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(products, "methods", lambda: of_cpu)
+        patch.setattr(products, "FEWEST_WEIGHTS", 1)
+        patch.setattr(products, "BLOCK", 512)  # several blocks per weight
+        patch.setattr(
+            products, "linear_by_blocks", lambda *given: calls.append(1) or linear_by_blocks(*given)
+        )
+        model = megazoo.from_config(CONFIGS["llama"], context(**layout), seed=3, dtype="bf16")
+        ids = make_batch(0)[0][:4]  # products of 128 tokens would be in fp32
+        return score(model, ids, ids).log_likelihood, bool(calls)
+
+
+def test_tp_by_blocks_has_the_usual_log_likelihoods(ranks):
+    usual, used = scored_by_blocks({}, False)
+    assert not used
+    for found, used in [scored_by_blocks({}, True), *ranks(scored_by_blocks, 2, dict(tp=2), True)]:
+        assert used
+        torch.testing.assert_close(found, usual, rtol=0.01, atol=0)
