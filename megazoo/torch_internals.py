@@ -33,7 +33,7 @@ __all__ = [
     "int8_product",
     "linear_by_onednn",
     "norm_of_each",
-    "onednn_multiplies_bfloat16",
+    "onednn_multiplies",
     "packed_weight",
     "packs_weights",
     "paged_attention",
@@ -277,9 +277,15 @@ def packed_weight(weight: torch.Tensor) -> torch.Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(weight, 1)
 
 
-def onednn_multiplies_bfloat16() -> bool:
-    """Return whether torch multiplies bfloat16 with oneDNN on this CPU: on x86, with AVX-512."""
-    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+def onednn_multiplies(dtype: torch.dtype) -> bool:
+    """Return whether torch multiplies bfloat16 or float16 with oneDNN on this CPU: on x86,
+    bfloat16 needs AVX-512, and float16 its float16 instructions."""
+    operators = torch.ops.mkldnn
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if dtype == torch.bfloat16:
+        return operators._is_mkldnn_bf16_supported()
+    return operators._is_mkldnn_fp16_supported()
 
 
 @functools.cache

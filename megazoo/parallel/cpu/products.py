@@ -2,6 +2,7 @@
 shapes, so that equal runs on equal machines round equally."""
 
 import functools
+import platform
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from megazoo.torch_internals import linear_by_onednn, onednn_multiplies_bfloat16, packs_weights
+from megazoo.torch_internals import linear_by_onednn, onednn_multiplies, packs_weights
 
 WIDENED_ROWS = 128  # the minimum for products in fp32: see product_dtype
 FEW_ROWS = 32  # the maximum for which MKL uses one core: see linear_for
@@ -29,14 +30,14 @@ class Methods(NamedTuple):
     widened: compute products of bfloat16 in fp32. by_onednn: compute products of few rows in fp32
     with oneDNN instead of the BLAS library (MKL), which runs them on one core. all_by_onednn:
     compute products of any number of rows with a weight in fp32 with oneDNN, because MKL uses
-    AVX-512 only on processors from Intel. by_blocks: compute products of several rows of bfloat16
-    by linear_by_blocks, because torch would read the weight once per row.
+    AVX-512 only on processors from Intel. by_blocks: compute products of several rows of these
+    dtypes by linear_by_blocks, because torch would read the weight once per row.
     """
 
     widened: bool
     by_onednn: bool
     all_by_onednn: bool = False
-    by_blocks: bool = False
+    by_blocks: tuple[torch.dtype, ...] = ()
 
 
 _agreed: Methods | None = None  # set by `follow`
@@ -63,8 +64,8 @@ def linear_for(x: torch.Tensor, weight: torch.Tensor) -> Callable[..., torch.Ten
 def linear_by_blocks(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """F.linear in fp32 of bfloat16. The weight is converted by blocks of outputs, which fit into a
-    CPU's cache."""
+    """F.linear in fp32 of bfloat16 or float16. The weight is converted by blocks of outputs, which
+    fit into a CPU's cache."""
     wide, outputs = x.float(), []
     buffer = wide.new_empty(min(max(BLOCK, weight.shape[1]), weight.numel()))
     for block in weight.split(max(1, BLOCK // weight.shape[1])):
@@ -76,13 +77,13 @@ def linear_by_blocks(
 
 def _gains_from_blocks(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Return whether linear_by_blocks is faster than F.linear, without gradients."""
-    if weight.dtype != torch.bfloat16 or x.dtype != weight.dtype or x.device.type != "cpu":
+    if x.dtype == torch.float32 or weight.dtype != x.dtype or x.device.type != "cpu":
         return False
     if x.shape[:-1].numel() < FEWEST_ROWS_OF_BLOCKS or weight.numel() < FEWEST_WEIGHTS:
         return False
     if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
         return False
-    return methods().by_blocks
+    return x.dtype in methods().by_blocks
 
 
 def multiplies_by_onednn(x: torch.Tensor, weights: int) -> bool:
@@ -128,8 +129,16 @@ def methods() -> Methods:
         widened=not _has_bfloat16(),
         by_onednn=has_both,
         all_by_onednn=has_both and _has_avx512_of_another_vendor(),
-        by_blocks=not _has_bfloat16() and not onednn_multiplies_bfloat16(),
+        by_blocks=tuple(filter(_reads_weights_per_row, (torch.bfloat16, torch.float16))),
     )
+
+
+def _reads_weights_per_row(dtype: torch.dtype) -> bool:
+    """Return whether torch's products of bfloat16 or float16 read the weight once per row on this
+    CPU. False on ARM, which has not been measured."""
+    if platform.machine() not in ("x86_64", "AMD64") or onednn_multiplies(dtype):
+        return False
+    return dtype == torch.float16 or not _has_bfloat16()
 
 
 def follow(agreed: Methods | None) -> None:

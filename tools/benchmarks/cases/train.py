@@ -28,9 +28,9 @@ def cases(setup: Setup) -> Iterator[Result]:
 def trained_dtypes() -> list[str]:
     """Return the names of the dtypes to train in. If oneDNN does not multiply bfloat16 on this CPU,
     transformers and Muon need minutes per step in bf16, which is omitted."""
-    from megazoo.torch_internals import onednn_multiplies_bfloat16
+    from megazoo.torch_internals import onednn_multiplies
 
-    return [*DTYPES] if onednn_multiplies_bfloat16() else ["fp32"]
+    return [*DTYPES] if onednn_multiplies(torch.bfloat16) else ["fp32"]
 
 
 def rates(

@@ -54,32 +54,36 @@ def test_the_instructions_of_the_cpu_choose_the_dtype(text, has, tmp_path, monke
     assert products.methods().widened == (not has)
 
 
+HALF = (torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("block", [1, 100, 1 << 20])
-def test_blocks_of_a_weight_in_bfloat16_are_multiplied_in_fp32(block, monkeypatch):
-    """The result is rounded once: it is the exact one to half a unit of bfloat16."""
+def test_blocks_of_a_weight_are_multiplied_in_fp32(block, dtype, monkeypatch):
+    """The result is rounded once: it is the exact one to half a unit of the dtype."""
     monkeypatch.setattr(products, "BLOCK", block)
     generator = torch.Generator().manual_seed(0)
     x, weight, bias = (
-        torch.randn(shape, generator=generator).bfloat16()
-        for shape in ((2, 5, 48), (31, 48), (31,))
+        torch.randn(shape, generator=generator).to(dtype) for shape in ((2, 5, 48), (31, 48), (31,))
     )
     exact = x.double() @ weight.double().t()
     for found, expected in (
         (linear_by_blocks(x, weight), exact),
         (linear_by_blocks(x, weight, bias), exact + bias.double()),
     ):
-        assert found.dtype == torch.bfloat16
-        torch.testing.assert_close(found.double(), expected, rtol=2**-8, atol=1e-5)
+        assert found.dtype == dtype
+        half_a_unit = torch.finfo(dtype).eps / 2
+        torch.testing.assert_close(found.double(), expected, rtol=1.01 * half_a_unit, atol=1e-5)
 
 
-def test_blocks_are_for_several_rows_of_bfloat16_without_gradients(monkeypatch):
-    weight = torch.zeros(FEWEST_WEIGHTS // 64, 64, dtype=torch.bfloat16)
-    x = torch.zeros(8, 1, 64, dtype=torch.bfloat16)
-    for by_blocks in (False, True):
-        of_cpu = OTHER._replace(by_blocks=by_blocks)
+def test_blocks_are_for_several_rows_without_gradients(monkeypatch):
+    for dtype, allowed in product(HALF, [(), *((each,) for each in HALF)]):
+        weight = torch.zeros(FEWEST_WEIGHTS // 64, 64, dtype=dtype)
+        x = torch.zeros(8, 1, 64, dtype=dtype)
+        of_cpu = OTHER._replace(by_blocks=allowed)
         monkeypatch.setattr(products, "methods", lambda given=of_cpu: given)
         with torch.inference_mode():
-            assert (linear_for(x, weight) is linear_by_blocks) == by_blocks
+            assert (linear_for(x, weight) is linear_by_blocks) == (dtype in allowed)
             for rows, matrix in ((x[1:], weight), (x, weight[1:]), (x.float(), weight.float())):
                 assert linear_for(rows, matrix) is not linear_by_blocks
             with torch.autocast("cpu", torch.bfloat16):
@@ -87,12 +91,18 @@ def test_blocks_are_for_several_rows_of_bfloat16_without_gradients(monkeypatch):
         assert linear_for(x, weight) is not linear_by_blocks, "autograd needs F.linear"
 
 
-def test_blocks_are_for_cpus_where_neither_they_nor_onednn_multiply_bfloat16(monkeypatch):
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_blocks_are_for_dtypes_that_the_cpu_does_not_multiply(machine, monkeypatch):
     monkeypatch.setattr(products, "_agreed", None)
-    for cpu, onednn in product((False, True), repeat=2):
-        monkeypatch.setattr(products, "_has_bfloat16", lambda has=cpu: has)
-        monkeypatch.setattr(products, "onednn_multiplies_bfloat16", lambda has=onednn: has)
-        assert products.methods().by_blocks == (not cpu and not onednn)
+    monkeypatch.setattr(products.platform, "machine", lambda: machine)
+    for has, of_onednn in product((False, True), ((), HALF[:1], HALF)):
+        monkeypatch.setattr(products, "_has_bfloat16", lambda has=has: has)
+        monkeypatch.setattr(
+            products, "onednn_multiplies", lambda dtype, known=of_onednn: dtype in known
+        )
+        expected = tuple(dtype for dtype in HALF if dtype not in of_onednn)
+        expected = expected[1:] if has and expected[:1] == HALF[:1] else expected
+        assert products.methods().by_blocks == (expected if machine == "x86_64" else ())
 
 
 def test_onednn_is_chosen_where_there_is_mkl(monkeypatch):
@@ -290,7 +300,7 @@ def test_layouts_that_multiply_by_onednn_have_the_usual_losses(ranks, name, layo
         torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-4, atol=0)
 
 
-def scored_by_blocks(layout, by_blocks):
+def scored_by_blocks(layout, *by_blocks):
     """The log-likelihoods of a model in bfloat16, and whether a product used blocks."""
     calls, of_cpu = [], OTHER._replace(by_blocks=by_blocks)
     with pytest.MonkeyPatch.context() as patch:
@@ -306,8 +316,9 @@ def scored_by_blocks(layout, by_blocks):
 
 
 def test_tp_by_blocks_has_the_usual_log_likelihoods(ranks):
-    usual, used = scored_by_blocks({}, False)
+    usual, used = scored_by_blocks({})
     assert not used
-    for found, used in [scored_by_blocks({}, True), *ranks(scored_by_blocks, 2, dict(tp=2), True)]:
+    of_ranks = ranks(scored_by_blocks, 2, dict(tp=2), torch.bfloat16)
+    for found, used in [scored_by_blocks({}, torch.bfloat16), *of_ranks]:
         assert used
         torch.testing.assert_close(found, usual, rtol=0.01, atol=0)
