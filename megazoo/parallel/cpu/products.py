@@ -133,6 +133,7 @@ def methods() -> Methods:
     )
 
 
+@functools.cache
 def _reads_weights_per_row(dtype: torch.dtype) -> bool:
     """Return whether torch's products of bfloat16 or float16 read the weight once per row on this
     CPU. False on ARM, which has not been measured."""

@@ -95,6 +95,8 @@ def test_blocks_are_for_several_rows_without_gradients(monkeypatch):
 def test_blocks_are_for_dtypes_that_the_cpu_does_not_multiply(machine, monkeypatch):
     monkeypatch.setattr(products, "_agreed", None)
     monkeypatch.setattr(products.platform, "machine", lambda: machine)
+    uncached = products._reads_weights_per_row.__wrapped__
+    monkeypatch.setattr(products, "_reads_weights_per_row", uncached)
     for has, of_onednn in product((False, True), ((), HALF[:1], HALF)):
         monkeypatch.setattr(products, "_has_bfloat16", lambda has=has: has)
         monkeypatch.setattr(
