@@ -23,6 +23,9 @@ from megazoo.terminal import print_error
 # Seconds from SIGTERM to the end of the step. After that, the process ends without a checkpoint.
 PATIENCE = 20.0
 
+# Seconds in which a launcher that was killed has ended, after its ranks have received SIGTERM.
+ENDS_WITHIN = 0.5
+
 
 class StopSignal:
     """Records SIGINT (Ctrl-C), SIGTERM and SIGUSR1 instead of ending the process.
@@ -87,10 +90,9 @@ class StopSignal:
         if before is not None and now - before > PATIENCE and not self._said:
             self._said = True
             self._say_steps_are_long(now - before)
-        noted = self.noted  # read first: the kernel changes the parent before it sends the signal
-        orphaned = is_child_of_launcher() and os.getppid() != self._parent
+        noted = self.noted
         # On the CPU, so that no device synchronization is needed.
-        number = torch.tensor(self.LAUNCHER_DIED if orphaned else noted)
+        number = torch.tensor(self.LAUNCHER_DIED if self._is_orphan(noted) else noted)
         all_reduce_over(number, self.ctx.axes, dist.ReduceOp.MAX)
         if not number:
             return None
@@ -98,6 +100,21 @@ class StopSignal:
         if number == self.LAUNCHER_DIED:
             return "the launcher's death"
         return signal.Signals(number.item()).name
+
+    def _is_orphan(self, noted: int) -> bool:
+        """Return whether the launcher has died. noted: the signal that was received, or 0.
+
+        The kernel sends SIGTERM when the launcher's main thread ends. The parent of this process
+        changes later, when the launcher's last thread ends.
+        """
+        if not is_child_of_launcher():
+            return False
+        end = time.monotonic() + ENDS_WITHIN if noted == signal.SIGTERM else 0.0
+        while os.getppid() == self._parent:
+            if time.monotonic() >= end:
+                return False
+            time.sleep(0.005)
+        return True
 
     def _note(self, number: int, _frame) -> None:
         self.noted = number

@@ -319,6 +319,18 @@ def test_steps_longer_than_a_launcher_waits_are_told_once_under_it(monkeypatch, 
         assert said[2].endswith(advice)
 
 
+@pytest.mark.parametrize("died", [True, False])
+def test_the_launchers_death_is_named_if_sigterm_is_received_first(monkeypatch, died):
+    """The parent changes when the launcher's last thread ends."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    asked = []
+    monkeypatch.setattr(os, "getppid", lambda: 2 if died and len(asked) > 3 else asked.append(1))
+    signals = StopSignal(ParallelContext())
+    assert signals.agreed() is None
+    signals.noted = signal.SIGTERM
+    assert signals.agreed() == ("the launcher's death" if died else "SIGTERM")
+
+
 def test_signals_are_noted_where_there_are_many_sockets():
     """A descriptor above 1023, which select.select refuses."""
     import resource
