@@ -8,7 +8,8 @@ import ctypes
 import functools
 import inspect
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -394,6 +395,27 @@ def attention_kernel(
     causal = mask is None and q.shape[2] == k.shape[2]
     options = {"is_causal": causal, "enable_gqa": k.shape[1] < q.shape[1]}
     return SDPBackend(torch._fused_sdp_choice(q, k, v, mask, dropout, **options))
+
+
+@contextmanager
+def factors_are_bfloat16() -> Iterator[None]:
+    """Let oneDNN multiply batches of matrices in fp32 whose values are exact in bfloat16. It
+    multiplies no other batches in fp32, and sums them in fp32."""
+    matmul: Any = torch.backends.mkldnn.matmul  # pyrefly: ignore[missing-attribute]
+    before, matmul.fp32_precision = matmul.fp32_precision, "bf16"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
+
+
+def softmax_backward(gradient: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of the input of softmax over the last dimension.
+
+    weights: the result of softmax. gradient: its gradient, in the same dtype. The sums are fp32.
+    Public functions compute it from several tensors of this size.
+    """
+    return torch.ops.aten._softmax_backward_data(gradient, weights, -1, weights.dtype)
 
 
 def varlen_attention(

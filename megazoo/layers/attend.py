@@ -8,6 +8,7 @@ from einops import rearrange
 from torch.nn.attention import SDPBackend
 
 from megazoo.errors import UserError
+from megazoo.layers.blocked_attention import blocked_attention, takes_blocks
 from megazoo.layers.cache import KVCache
 from megazoo.layers.context_parallel import attend_across_ranks, check_heads
 from megazoo.layers.dropout import Dropout
@@ -276,6 +277,8 @@ class Attend(Layer):
         groups = q.shape[1] // k.shape[1]
         if groups > 1 and q.shape[2] == 1:
             return self._one_query(q, k, v, mask, dropout)
+        if takes_blocks(q, k, mask, dropout):
+            return blocked_attention(q, k, v, mask, self.scale)
         if groups > 1 and not takes_groups(q, k, v, mask, dropout):
             k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
         return F.scaled_dot_product_attention(

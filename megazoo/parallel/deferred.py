@@ -7,6 +7,7 @@ import torch
 
 from megazoo.torch_internals import has_gradient_hooks, product_in_fp32
 
+BLOCK = 1 << 20  # elements of a product that are converted at a time: see add_product
 Add = Callable[[torch.Tensor | None], torch.Tensor]
 
 
@@ -94,7 +95,11 @@ def add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) ->
         return product_in_fp32(total, a, b)
     if total is None:
         return (a @ b).float()
-    return total.add_(a @ b)
+    product = a @ b
+    rows = max(1, BLOCK // product.shape[-1])
+    for block, added in zip(total.split(rows), product.split(rows), strict=True):
+        block.add_(added)  # torch first converts the product to fp32, in new memory
+    return total
 
 
 def multiplies_in_fp32(factor: torch.Tensor) -> bool:

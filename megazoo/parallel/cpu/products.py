@@ -31,13 +31,15 @@ class Methods(NamedTuple):
     with oneDNN instead of the BLAS library (MKL), which runs them on one core. all_by_onednn:
     compute products of any number of rows with a weight in fp32 with oneDNN, because MKL uses
     AVX-512 only on processors from Intel. by_blocks: compute products of several rows of these
-    dtypes by linear_by_blocks, because torch would read the weight once per row.
+    dtypes by linear_by_blocks, because torch would read the weight once per row. attention: compute
+    attention in bfloat16 by batched products: see blocked_attention.
     """
 
     widened: bool
     by_onednn: bool
     all_by_onednn: bool = False
     by_blocks: tuple[torch.dtype, ...] = ()
+    attention: bool = False
 
 
 _agreed: Methods | None = None  # set by `follow`
@@ -120,6 +122,15 @@ def product_dtype(x: torch.Tensor) -> torch.dtype:
     return torch.float32 if widened else x.dtype
 
 
+def attends_by_products(q: torch.Tensor) -> bool:
+    """Return whether attention in the dtype of q is faster as batched products of blocks."""
+    if q.dtype != torch.bfloat16 or q.device.type != "cpu":
+        return False
+    if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
+        return False
+    return methods().attention
+
+
 def methods() -> Methods:
     """Return the methods that `follow` set, otherwise those of this CPU."""
     if _agreed is not None:
@@ -130,6 +141,7 @@ def methods() -> Methods:
         by_onednn=has_both,
         all_by_onednn=has_both and _has_avx512_of_another_vendor(),
         by_blocks=tuple(filter(_reads_weights_per_row, (torch.bfloat16, torch.float16))),
+        attention=_is_x86() and _has_bfloat16() and onednn_multiplies(torch.bfloat16),
     )
 
 
@@ -137,9 +149,13 @@ def methods() -> Methods:
 def _reads_weights_per_row(dtype: torch.dtype) -> bool:
     """Return whether torch's products of bfloat16 or float16 read the weight once per row on this
     CPU. False on ARM, which has not been measured."""
-    if platform.machine() not in ("x86_64", "AMD64") or onednn_multiplies(dtype):
+    if not _is_x86() or onednn_multiplies(dtype):
         return False
     return dtype == torch.float16 or not _has_bfloat16()
+
+
+def _is_x86() -> bool:
+    return platform.machine() in ("x86_64", "AMD64")
 
 
 def follow(agreed: Methods | None) -> None:

@@ -52,6 +52,17 @@ def products_in_fp32():
         yield made
 
 
+@pytest.mark.parametrize("block", [1, 100, 1 << 20])
+def test_products_are_added_by_blocks(monkeypatch, block):
+    monkeypatch.setattr(deferred, "BLOCK", block)
+    a, b = torch.randn(21, 4).bfloat16(), torch.randn(4, 8).bfloat16()
+    total = torch.randn(21, 8)
+    expected = total + (a @ b).float()
+    found = deferred.add_product(total, a, b)
+    assert found is total
+    assert torch.equal(found, expected)
+
+
 def gradients(config, layout, dtype, train=".", schedule="1f1b", recompute=("none",), **how):
     """A batch's loss and gradients on this rank: under ZeRO, of what it has to step."""
     ctx = context(**layout)
