@@ -8,6 +8,7 @@ import ctypes
 import functools
 import inspect
 import platform
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -26,6 +27,7 @@ __all__ = [
     "copy_each",
     "default_store",
     "end_openmp_threads",
+    "factors_are_bfloat16",
     "flash_attention_operators",
     "float8_product",
     "flop_formulas",
@@ -47,6 +49,7 @@ __all__ = [
     "shares_storage",
     "silu_backward",
     "skip_frames",
+    "softmax_backward",
     "storage_key",
     "store_of_a_thread",
     "stored_in_file",
@@ -397,16 +400,23 @@ def attention_kernel(
     return SDPBackend(torch._fused_sdp_choice(q, k, v, mask, dropout, **options))
 
 
+_PRECISION = threading.Lock()
+
+
 @contextmanager
 def factors_are_bfloat16() -> Iterator[None]:
-    """Let oneDNN multiply batches of matrices in fp32 whose values are exact in bfloat16. It
-    multiplies no other batches in fp32, and sums them in fp32."""
+    """Let oneDNN multiply batches of fp32 matrices whose values bfloat16 represents exactly.
+
+    The sums are fp32. Without it, MKL multiplies such batches. The setting applies to the whole
+    process, so one thread at a time uses it.
+    """
     matmul: Any = torch.backends.mkldnn.matmul  # pyrefly: ignore[missing-attribute]
-    before, matmul.fp32_precision = matmul.fp32_precision, "bf16"
-    try:
-        yield
-    finally:
-        matmul.fp32_precision = before
+    with _PRECISION:
+        before, matmul.fp32_precision = matmul.fp32_precision, "bf16"
+        try:
+            yield
+        finally:
+            matmul.fp32_precision = before
 
 
 def softmax_backward(gradient: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -96,6 +96,8 @@ def add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) ->
     if total is None:
         return (a @ b).float()
     product = a @ b
+    if product.dtype == total.dtype or not product.numel():
+        return total.add_(product)
     rows = max(1, BLOCK // product.shape[-1])
     for block, added in zip(total.split(rows), product.split(rows), strict=True):
         block.add_(added)  # torch first converts the product to fp32, in new memory

@@ -69,7 +69,7 @@ def test_the_page_has_every_case():
 def test_the_page_says_what_torch_chooses(kind, dtype, monkeypatch):
     from tests.support.fakecuda import measure
 
-    monkeypatch.setattr(attend, "takes_blocks", lambda *_: False)  # as on any CPU
+    monkeypatch.setattr(attend, "takes_blocks", lambda *_: False)  # as on a CPU without bfloat16
     for row in (row for row in TABLE if row[0] == kind):
         mask, k_heads = row[1], 4 if row[2] == "as many" else 2
         for queries in (128, 1) if mask != "documents" else (128,):

@@ -2,9 +2,11 @@
 where it is used. The CPU needs no instructions for bfloat16."""
 
 from contextlib import suppress
+from itertools import product
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import megazoo
 from megazoo.layers import Attend, attend, blocked_attention, segment_mask
@@ -46,7 +48,7 @@ def masks(queries: int, keys: int) -> dict[str, torch.Tensor | None]:
 
 
 @pytest.mark.parametrize("block", [16, 128])
-@pytest.mark.parametrize("elements", [1, 1 << 13, 1 << 19])  # one row, two rows, and all rows
+@pytest.mark.parametrize("elements", [1, 20_000, 1 << 19])  # one row, two rows, all rows
 @pytest.mark.parametrize("name", masks(40, 40))
 def test_values_and_gradients_are_those_of_the_formula(monkeypatch, name, block, elements):
     monkeypatch.setattr(blocked_attention, "BLOCK", block)
@@ -62,6 +64,30 @@ def test_values_and_gradients_are_those_of_the_formula(monkeypatch, name, block,
     for ours, exact in zip(found, expected, strict=True):
         assert ours.dtype == torch.bfloat16
         assert (ours.double() - exact).norm() < 1.5 * UNIT * exact.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.bfloat16])
+def test_a_mask_may_be_shared_expanded_and_used_again(dtype):
+    given, mask = tensors(), window_mask(40, 40, 9, CPU)
+    mask = mask if dtype == torch.bool else mask.log().to(dtype)  # 0 or -inf
+    expanded, before = mask.expand(3, 1, 40, 40), mask.clone()
+    y = blocked_attention.blocked_attention(*given, mask, None)
+    y = y + blocked_attention.blocked_attention(*given, expanded, None)
+    first = torch.autograd.grad(y.sum(), given, retain_graph=True)
+    assert all(map(torch.equal, first, torch.autograd.grad(y.sum(), given)))
+    assert torch.equal(mask, before)
+
+
+def test_keys_that_a_block_does_not_see_are_not_multiplied(monkeypatch):
+    monkeypatch.setattr(blocked_attention, "BLOCK", 16)
+    q, k, _ = tensors()
+    for mask, expected in (
+        (None, [(0, 16), (0, 32), (0, 40)]),
+        (window_mask(40, 40, 5, CPU), [(0, 16), (12, 32), (28, 40)]),
+        (torch.zeros(1, 1, 1, 40), [(0, 40)] * 3),
+    ):
+        blocks = blocked_attention._Weights(q, k, mask, 1.0).blocks
+        assert [(keys.start, keys.stop) for _, keys in blocks] == expected
 
 
 def test_a_query_without_keys_is_finite_and_changes_no_other():
@@ -92,6 +118,7 @@ def test_it_is_used_for_short_sequences_in_bfloat16(monkeypatch):
         (q[:, :, :31], k[:, :, :31], None, 0.0),
         (q[:0], k[:0], None, 0.0),
         (q, k.repeat(1, 1, 20, 1), torch.zeros(1, 1, 40, 800), 0.0),
+        (q.repeat(1, 1, 20, 1), k, torch.zeros(1, 1, 800, 40), 0.0),
         (q, k, torch.zeros(1, 1, 40, 40, requires_grad=True), 0.0),
         (q.half(), k.half(), None, 0.0),
         (q.float(), k.float(), None, 0.0),
@@ -109,6 +136,7 @@ def test_products_of_values_in_bfloat16_are_exact_in_fp32():
     matmul = torch.backends.mkldnn.matmul
     before = matmul.fp32_precision
     with suppress(ZeroDivisionError), factors_are_bfloat16():
+        assert matmul.fp32_precision == "bf16"
         found = a.float() @ b.float()
         raise ZeroDivisionError
     torch.testing.assert_close(found.double(), a.double() @ b.double(), rtol=1e-5, atol=1e-5)
@@ -119,10 +147,11 @@ def test_products_of_values_in_bfloat16_are_exact_in_fp32():
 def test_it_needs_instructions_for_bfloat16(machine, monkeypatch):
     monkeypatch.setattr(products, "_agreed", None)
     monkeypatch.setattr(products.platform, "machine", lambda: machine)
-    for has in (False, True):
+    monkeypatch.setattr(products, "_reads_weights_per_row", lambda _: False)
+    for has, multiplies in product((False, True), repeat=2):
         monkeypatch.setattr(products, "_has_bfloat16", lambda has=has: has)
-        monkeypatch.setattr(products, "onednn_multiplies", lambda _, has=has: has)
-        assert products.methods().attention == (has and machine == "x86_64")
+        monkeypatch.setattr(products, "onednn_multiplies", lambda _, here=multiplies: here)
+        assert products.methods().attention == (has and multiplies and machine == "x86_64")
 
 
 def losses(layout: dict, used: bool) -> tuple[float, int]:
@@ -153,6 +182,7 @@ def test_models_train_with_it_as_with_the_kernel(ranks):
 
 def test_attend_gives_the_padded_values(monkeypatch):
     monkeypatch.setattr(products, "methods", lambda: HERE)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", None)
     layer = Attend(4, 24, 2, value_size=16)
     q, k, v = tensors()
     y = layer(q, k, v[..., :16])
