@@ -14,6 +14,7 @@ from megazoo.layers.cross_entropy import (
 from megazoo.layers.layer import Layer
 from megazoo.layers.loss_terms import PLAIN, LossTerms
 from megazoo.layers.matmul import linear, product_of_head
+from megazoo.layers.product import PACKED
 from megazoo.layers.soft_cap import check_cap, soft_capped
 from megazoo.parallel.context import ParallelContext
 from megazoo.parallel.regions import (
@@ -36,6 +37,7 @@ class _VocabParallel(Layer):
     """
 
     weight: nn.Parameter
+    packed: torch.Tensor | None = None  # `matrix` in oneDNN's layout: see pack_weights
 
     def __init__(
         self,
@@ -74,6 +76,8 @@ class _VocabParallel(Layer):
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Return this rank's logits, which start at token `start`: [..., hidden] -> [..., rows]."""
+        if self.packed is not None:
+            return linear(x, self.packed, product=PACKED, entering=self.ctx)
         weight = self.matrix
         how = {"product": product_of_head(x, weight), "queue": self.weight_queue}
         return linear(x, weight, entering=self.ctx, **how)

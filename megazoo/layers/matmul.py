@@ -94,11 +94,12 @@ def multiply(
             inputs = (x := enter(x),)
     queues = _queues(queue, x, weights) if torch.is_grad_enabled() else ()
     if recompute is None and not any(queues):
-        dtype, is_plain = _dtype_of(products, x), set(products) == {PLAIN}
-        is_plain &= not any(multiplies_by_onednn(x, weight.numel()) for weight in weights)
-        # autograd saves only x, too
-        if not torch.is_grad_enabled() or (is_plain and dtype == x.dtype):
+        dtype = _dtype_of(products, x)
+        if not torch.is_grad_enabled():
             return _outputs(products, x, weights, bias, dtype)
+        is_plain = dtype == x.dtype and set(products) == {PLAIN}
+        if is_plain and not any(multiplies_by_onednn(x, weight.numel()) for weight in weights):
+            return _outputs(products, x, weights, bias, dtype)  # autograd saves only x, too
     return _linears(recompute, queues, products, inputs, bias, *weights)
 
 

@@ -2,23 +2,11 @@
 
 from torch import nn
 
+from megazoo.layers.embedding import VocabParallelHead
 from megazoo.layers.linear import ParallelLinear, forget_parameters
-from megazoo.layers.product import PLAIN, Product
+from megazoo.layers.product import PACKED, PLAIN
 from megazoo.parallel.cpu.products import gains_from_packing
-from megazoo.torch_internals import linear_by_onednn, packed_weight
-
-
-class PackedProduct(Product):
-    """The product of a packed weight, without gradients."""
-
-    widens = False
-
-    def output(self, x, weight, bias=None, counts=None):
-        assert counts is None  # experts are not packed
-        return linear_by_onednn(x, weight, bias)
-
-
-PACKED = PackedProduct()
+from megazoo.torch_internals import packed_weight
 
 
 def pack_weights(model: nn.Module) -> None:
@@ -26,9 +14,10 @@ def pack_weights(model: nn.Module) -> None:
 
     On CPUs with instructions for bfloat16, a product of few rows, as in generation, then takes
     about half the time. The numbers are the same up to rounding, and the plain form of each weight
-    is freed. Nothing changes on other devices and CPUs, for other dtypes and small weights, and for
-    layers with adapters or a custom product. The model can't be trained, adapted, saved, copied or
-    converted afterwards.
+    is freed. The head then has both forms of its matrix, because losses and a tied embedding need
+    the plain one. Nothing changes on other devices and CPUs, for other dtypes and small weights,
+    and for layers with adapters or a custom product. The model can't be trained, adapted, saved,
+    copied or converted afterwards.
 
     Args:
         model: the model, or any module with parallel linear layers.
@@ -53,4 +42,8 @@ def pack_weights(model: nn.Module) -> None:
     for layer in layers:
         packed = packed_weight(layer.weight.detach())
         layer.weight, layer.product = nn.Parameter(packed, requires_grad=False), PACKED
+    for head in model.modules():
+        if isinstance(head, VocabParallelHead) and head.owner.storage is None:
+            matrix = head.matrix.detach()
+            head.packed = packed_weight(matrix) if gains_from_packing(matrix) else None
     forget_parameters(model)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from megazoo.layers.aligned import aligned, aligned_product
 from megazoo.parallel.cpu.products import linear_for, multiplies_by_onednn, product_dtype
 from megazoo.parallel.deferred import add_product
+from megazoo.torch_internals import linear_by_onednn
 
 KERNEL_BYTES = 16  # the kernel for groups needs rows whose bytes are a multiple of this
 
@@ -116,7 +117,17 @@ class AlignedProduct(PlainProduct):
         return aligned(grad)
 
 
-PLAIN, ALIGNED = PlainProduct(), AlignedProduct()
+class PackedProduct(Product):
+    """The product of a weight in oneDNN's layout, without gradients: see pack_weights."""
+
+    widens = False
+
+    def output(self, x, weight, bias=None, counts=None):
+        assert counts is None  # experts are not packed
+        return linear_by_onednn(x, weight, bias)
+
+
+PLAIN, ALIGNED, PACKED = PlainProduct(), AlignedProduct(), PackedProduct()
 
 
 def grouped_linear_formula(

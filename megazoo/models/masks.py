@@ -19,6 +19,9 @@ def mask_of(
     of `segment_mask`. Under context parallelism it is boolean masks, limited to the windows of the
     attentions that declare kernel_masks. dtype: of the activations.
     """
+    cache, whole = batch.cache, batch.cut is None and batch.segments is None
+    if cache and cache.used and cache.windows and batch.shape[1] == 1 and whole:
+        return None  # a new token attends to all tokens that each layer's cache returns
     modules = list(layers.values())
     if not modules:
         return None

@@ -56,6 +56,8 @@ def test_packed_weights_give_the_same_numbers(name):
     pack_weights(packed)
     pack_weights(packed)  # once more changes nothing
     assert all(layer.product is PACKED and layer.weight.is_mkldnn for layer in linears(packed))
+    assert packed.head.packed.is_mkldnn
+    assert not packed.head.matrix.is_mkldnn
     with torch.no_grad():
         expected, found = plain(IDS).logits.float(), packed(IDS).logits.float()
     assert (found - expected).norm() / expected.norm() < 2e-2
@@ -80,6 +82,7 @@ def test_other_weights_and_other_cpus_stay_as_they_are(monkeypatch):
     pack_weights(small)
     for model in (wide, widened, small):
         assert not any(parameter.is_mkldnn for parameter in model.parameters())
+        assert model.head.packed is None
         assert all(parameter.requires_grad for parameter in model.parameters())
 
 
