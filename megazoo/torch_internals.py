@@ -269,8 +269,9 @@ def linear_by_onednn(
     F.linear uses the BLAS library for fp32, and no public function selects another library.
     MkldnnLinear of torch.utils.mkldnn stores a second copy of the weight.
     """
+    y = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     # not a view for autograd: callers change it in place
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "").detach()
+    return y if torch.is_inference_mode_enabled() else y.detach()
 
 
 def packed_weight(weight: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,6 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch.nn.attention import SDPBackend
 
 from megazoo.errors import UserError
@@ -159,7 +158,7 @@ class Attend(Layer):
         else:
             y = self._to_all(q, k, v, hidden, sinks, keep)
         y = y if self.value_size == self.size else y[..., : self.value_size]
-        return rearrange(y, "batch heads seq size -> batch seq (heads size)")
+        return y.transpose(1, 2).flatten(2)
 
     def takes_packed(self, dtype: torch.dtype) -> bool:
         """Return whether the mask may be Packed.

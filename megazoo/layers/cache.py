@@ -154,11 +154,13 @@ class KVCache:
         new = min(tokens, places)
         place = (self.used + tokens - new) % places
         fitting = min(new, places - place)  # the others wrap around to the first slots
-        for own, part in zip(kept, (k, v), strict=True):
-            of_copies, last = own.unflatten(0, (len(k), -1)), part[:, None, :, tokens - new :]
-            of_copies[:, :, :, place : place + fitting] = last[:, :, :, :fitting]
-            if fitting < new:
-                of_copies[:, :, :, : new - fitting] = last[:, :, :, fitting:]
+        of_copies = kept.view(2, len(k), kept.shape[1] // len(k), *kept.shape[2:])
+        first = tokens - new
+        for slot, token, count in ((place, first, fitting), (0, first + fitting, new - fitting)):
+            if count:
+                slots = of_copies.narrow(4, slot, count)
+                for own, part in zip(slots, (k, v), strict=True):
+                    own.copy_(part.narrow(2, token, count).unsqueeze(1))
 
     def _places_in_order(self, kept: torch.Tensor) -> torch.Tensor:
         """Return the slots of the stored tokens, oldest first: int64 [tokens]."""

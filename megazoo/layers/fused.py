@@ -231,7 +231,7 @@ def _normalised(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the normalised x, and the number of each row that it was scaled by."""
     wide = x.float()
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
     y = (wide * scale).to(x.dtype)
     return (y.mul_(weight) if weight.dtype == y.dtype else weight * y), scale
 

@@ -105,8 +105,7 @@ def multiply(
 
 def _dtype_of(products: Sequence[Product], x: torch.Tensor) -> torch.dtype:
     """Return the dtype in which to multiply x."""
-    dtype = product_dtype(x)
-    return dtype if dtype == x.dtype or all(product.widens for product in products) else x.dtype
+    return product_dtype(x) if all(product.widens for product in products) else x.dtype
 
 
 def _outputs(
