@@ -149,17 +149,19 @@ class Stream:
     def slices(self, starts: np.ndarray, length: int) -> list[np.ndarray]:
         """Return `length` tokens (at least 1) from each start. They must be within the stream."""
         places = (self.start + starts).tolist()
+        # bisect compares the integers of a memoryview in half the time of numpy's. searchsorted
+        # would copy the offsets, which are unaligned because of the header.
+        offsets = memoryview(self.source.offsets.view(np.uint8)).cast("q")
         for start in places:
-            self._check(start, start + length)
+            self._check(offsets, start, start + length)
         return [self.source.tokens[start : start + length] for start in places]
 
-    def _check(self, start: int, stop: int) -> None:
+    def _check(self, offsets: memoryview, start: int, stop: int) -> None:
         """Raise UserError unless contiguous sequences fill the range from start to stop of the .bin
-        file, in tokens."""
-        offsets, item = self.source.offsets, self.source.dtype.itemsize
+        file, in tokens. offsets: of all sequences, in bytes."""
+        item = self.source.dtype.itemsize
         # If the index is not sorted, bisect finds an arbitrary sequence that starts before. The
         # check below then finds that the sequences after it do not fill the slice.
-        # numpy.searchsorted would copy the offsets, which are unaligned because of the header.
         first = bisect_right(offsets, start * item, self.first, self.last) - 1
         block = first // BLOCK
         while (end := self._end_of(block)) is not None:
