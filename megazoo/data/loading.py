@@ -227,8 +227,9 @@ def _padded(samples: list[Sample]) -> dict[str, torch.Tensor]:
     lengths = {len(sample.input_ids) for sample in samples}
     separate = any(sample.documents is not None for sample in samples)
     if len(lengths) == 1 and not separate:
-        names = ("input_ids", "targets")
-        return {n: torch.from_numpy(np.stack([getattr(s, n) for s in samples])) for n in names}
+        names, rows = ("input_ids", "targets"), len(samples)
+        arrays = [np.concatenate([getattr(sample, name) for sample in samples]) for name in names]
+        return {n: torch.from_numpy(a.reshape(rows, -1)) for n, a in zip(names, arrays, strict=True)}
     shape = len(samples), max(lengths)
     batch = {"input_ids": np.zeros(shape, np.int64), "targets": np.full(shape, IGNORE_INDEX)}
     if separate:
