@@ -229,7 +229,9 @@ def _padded(samples: list[Sample]) -> dict[str, torch.Tensor]:
     if len(lengths) == 1 and not separate:
         names, rows = ("input_ids", "targets"), len(samples)
         arrays = [np.concatenate([getattr(sample, name) for sample in samples]) for name in names]
-        return {n: torch.from_numpy(a.reshape(rows, -1)) for n, a in zip(names, arrays, strict=True)}
+        return {
+            n: torch.from_numpy(a.reshape(rows, -1)) for n, a in zip(names, arrays, strict=True)
+        }
     shape = len(samples), max(lengths)
     batch = {"input_ids": np.zeros(shape, np.int64), "targets": np.full(shape, IGNORE_INDEX)}
     if separate:
