@@ -151,7 +151,7 @@ class Stream:
         places = (self.start + starts).tolist()
         # bisect compares the integers of a memoryview in half the time of numpy's. searchsorted
         # would copy the offsets, which are unaligned because of the header.
-        offsets = memoryview(self.source.offsets.view(np.uint8)).cast("q")
+        offsets = self.source.offsets.view(np.uint8).data.cast("q")
         for start in places:
             self._check(offsets, start, start + length)
         return [self.source.tokens[start : start + length] for start in places]

@@ -37,7 +37,7 @@ class _VocabParallel(Layer):
     """
 
     weight: nn.Parameter
-    packed: torch.Tensor | None = None  # `matrix` in oneDNN's layout: see pack_weights
+    packed: torch.Tensor | None = None  # the weight in oneDNN's layout: see pack_weights
 
     def __init__(
         self,
@@ -76,11 +76,20 @@ class _VocabParallel(Layer):
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Return this rank's logits, which start at token `start`: [..., hidden] -> [..., rows]."""
-        if self.packed is not None:
-            return linear(x, self.packed, product=PACKED, entering=self.ctx)
+        packed = self.owner.packed
+        if packed is not None and not (torch.is_grad_enabled() and x.requires_grad):
+            return linear(x, packed, product=PACKED, entering=self.ctx)
         weight = self.matrix
         how = {"product": product_of_head(x, weight), "queue": self.weight_queue}
         return linear(x, weight, entering=self.ctx, **how)
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *rest) -> None:
+        if self.packed is not None:
+            raise UserError(
+                f"{prefix}weight has a copy in oneDNN's layout in the model: load the weights "
+                "first, then call pack_weights"
+            )
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Gather the logits of all ranks: [..., rows] -> [..., vocab_size], the same on every

@@ -45,5 +45,5 @@ def pack_weights(model: nn.Module) -> None:
     for head in model.modules():
         if isinstance(head, VocabParallelHead) and head.owner.storage is None:
             matrix = head.matrix.detach()
-            head.packed = packed_weight(matrix) if gains_from_packing(matrix) else None
+            head.owner.packed = packed_weight(matrix) if gains_from_packing(matrix) else None
     forget_parameters(model)

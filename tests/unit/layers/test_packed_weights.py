@@ -56,7 +56,7 @@ def test_packed_weights_give_the_same_numbers(name):
     pack_weights(packed)
     pack_weights(packed)  # once more changes nothing
     assert all(layer.product is PACKED and layer.weight.is_mkldnn for layer in linears(packed))
-    assert packed.head.packed.is_mkldnn
+    assert packed.head.owner.packed.is_mkldnn
     assert not packed.head.matrix.is_mkldnn
     with torch.no_grad():
         expected, found = plain(IDS).logits.float(), packed(IDS).logits.float()
@@ -82,7 +82,7 @@ def test_other_weights_and_other_cpus_stay_as_they_are(monkeypatch):
     pack_weights(small)
     for model in (wide, widened, small):
         assert not any(parameter.is_mkldnn for parameter in model.parameters())
-        assert model.head.packed is None
+        assert model.head.owner.packed is None
         assert all(parameter.requires_grad for parameter in model.parameters())
 
 
@@ -100,6 +100,9 @@ def test_what_a_packed_model_can_not_do_is_refused(tmp_path):
             work()
     with pytest.raises(UserError, match=r"layout in the model: load the weights first"):
         model.load_state_dict(model_of("llama").state_dict())
+    part = model.head.owner
+    with pytest.raises(UserError, match=r"layout in the model: load the weights first"):
+        part.load_state_dict(part.state_dict())
     adapted = megazoo.lora.add(model_of("llama"), rank=2, targets=["attention.qkv"])
     pack_weights(adapted)
     with pytest.raises(UserError, match="oneDNN's layout can't be merged"):
