@@ -227,10 +227,11 @@ def _padded(samples: list[Sample]) -> dict[str, torch.Tensor]:
     lengths = {len(sample.input_ids) for sample in samples}
     separate = any(sample.documents is not None for sample in samples)
     if len(lengths) == 1 and not separate:
-        names, rows = ("input_ids", "targets"), len(samples)
-        arrays = [np.concatenate([getattr(sample, name) for sample in samples]) for name in names]
+        (length,) = lengths
+        rows = {n: [getattr(sample, n) for sample in samples] for n in ("input_ids", "targets")}
         return {
-            n: torch.from_numpy(a.reshape(rows, -1)) for n, a in zip(names, arrays, strict=True)
+            name: torch.from_numpy(np.concatenate(arrays).reshape(len(arrays), length))
+            for name, arrays in rows.items()
         }
     shape = len(samples), max(lengths)
     batch = {"input_ids": np.zeros(shape, np.int64), "targets": np.full(shape, IGNORE_INDEX)}
